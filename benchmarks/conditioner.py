@@ -42,9 +42,7 @@ def dense_pass(xi: Tensor, weight: Tensor, upstream: Tensor) -> tuple[Tensor, Te
     return output.detach(), weight.grad
 
 
-def tiled_pass(
-    conditioner: GumbelConditioner, noise: Noise, upstream: Tensor
-) -> tuple[Tensor, Tensor]:
+def tiled_pass(conditioner: GumbelConditioner, noise: Noise, upstream: Tensor) -> tuple[Tensor, Tensor]:
     """The conditioner's forward and backward."""
     conditioner.weight.grad = None
     output = conditioner(noise)
@@ -95,8 +93,7 @@ def run_benchmark(
     arrivals = dense_arrivals(keyed)
     xi, noise = -arrivals.log(), DenseNoise(arrivals)
     in_memory = in_turn(
-        lambda: dense_pass(xi, conditioner.weight, upstream),
-        lambda: tiled_pass(conditioner, noise, upstream),
+        lambda: dense_pass(xi, conditioner.weight, upstream), lambda: tiled_pass(conditioner, noise, upstream)
     )
     del arrivals, xi, noise
     from_keys = in_turn(

@@ -46,9 +46,7 @@ class GivenPosterior(KeyedPosterior):
         return self.others[:, start:stop].clone()
 
 
-def given_posterior(
-    log_probs: Tensor, tokens: Tensor, others: Tensor, first: Tensor
-) -> GivenPosterior:
+def given_posterior(log_probs: Tensor, tokens: Tensor, others: Tensor, first: Tensor) -> GivenPosterior:
     """The posterior of n positions: log_probs, others [n, V]; tokens, first [n]."""
     index = torch.arange(len(tokens))
     own = log_probs.gather(1, tokens[:, None]).squeeze(1)

@@ -33,9 +33,7 @@ NUM_ROWS, ROW_LENGTH = 64, 256
 STARTS_WITHIN_S = 600
 
 
-def extract(
-    out: Path, text: Path, codec: Mapping[str, Any], teacher: Mapping[str, Any]
-) -> ShardStore:
+def extract(out: Path, text: Path, codec: Mapping[str, Any], teacher: Mapping[str, Any]) -> ShardStore:
     """A store of the text's first rows."""
     given = {
         "corpus": {"spec": f"text:{text}", "row_length": ROW_LENGTH, "validation_fraction": 0.0},
@@ -80,9 +78,7 @@ class Server:
 
 
 @contextmanager
-def real_server(
-    place: Path, teacher: Path, *options: str, has_states: bool = True
-) -> Iterator[Server]:
+def real_server(place: Path, teacher: Path, *options: str, has_states: bool = True) -> Iterator[Server]:
     """vLLM of the environment ``place`` in float32 with one thread, until the context ends.
 
     With ``has_states`` it writes hidden states, started as docs/engines.md says.

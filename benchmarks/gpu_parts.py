@@ -128,9 +128,7 @@ def training_throughput(
     }
 
 
-def _stored_parts(
-    store: ShardStore, batch_size: int, micro: int, device: torch.device
-) -> Iterator[Iterator[Batch]]:
+def _stored_parts(store: ShardStore, batch_size: int, micro: int, device: torch.device) -> Iterator[Iterator[Batch]]:
     """The micro-batches of one step after another, read as training reads them."""
     make_batch = BatchMaker(store, "train", 3, device, with_noise=True)
     reader = store.split("train", make_batch.arrays)

@@ -115,9 +115,7 @@ def suite_parts(shape: SuiteShape, device: torch.device) -> dict[str, Callable[[
     if shape.dtype != torch.float32:
         parts["conditioner autocast"] = lambda: conditioner(shape.dtype)
     for rows in shape.rows:
-        parts[f"training, rows of {rows[0]}"] = lambda rows=rows: training_throughput(
-            shape, *rows, device
-        )
+        parts[f"training, rows of {rows[0]}"] = lambda rows=rows: training_throughput(shape, *rows, device)
     parts["extraction"] = lambda: extraction(shape, device)
     parts["first hitting"] = lambda: first_hitting(shape, device)
     parts["block training"] = lambda: block_training(shape, device)

@@ -77,9 +77,7 @@ def run_jobs(jobs: Sequence[Job], num_parallel: int, report: Callable[[float, st
                 job.log.parent.mkdir(parents=True, exist_ok=True)
                 command = [script(job.command[0]), *job.command[1:]]
                 with open(job.log, "wb") as log:
-                    running[job] = subprocess.Popen(
-                        command, stdout=log, stderr=subprocess.STDOUT, env=environment
-                    )
+                    running[job] = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment)
             time.sleep(POLL_SECONDS)
             for job in [job for job, process in running.items() if process.poll() is not None]:
                 if code := running.pop(job).returncode:

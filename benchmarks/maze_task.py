@@ -107,9 +107,7 @@ def optimal_success(
     return float(each.sum()), each
 
 
-def rows_of_paths(
-    paths: Sequence[Sequence[str]], length: int, ids: dict[str, int]
-) -> Int[np.ndarray, "p l"]:
+def rows_of_paths(paths: Sequence[Sequence[str]], length: int, ids: dict[str, int]) -> Int[np.ndarray, "p l"]:
     """Paths as token rows of ``length``, padded with the end marker."""
     padded = [[*path, *[EOS] * (length - len(path))] for path in paths]
     return np.array([[ids[word] for word in row] for row in padded])

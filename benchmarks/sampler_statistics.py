@@ -77,9 +77,7 @@ def chi_square(case: str, counts: Tensor, expected_probs: Tensor) -> ChiSquare:
 def detectable_effect(freedom: int, num_samples: float, power: float = 0.99) -> float:
     """Smallest effect size w that is rejected at ``LEVEL`` with the given power."""
     critical = stats.chi2.isf(LEVEL, freedom)
-    root = optimize.brentq(
-        lambda shift: stats.ncx2.sf(critical, freedom, shift) - power, 1e-6, 10 * (critical + 10)
-    )
+    root = optimize.brentq(lambda shift: stats.ncx2.sf(critical, freedom, shift) - power, 1e-6, 10 * (critical + 10))
     return float(np.sqrt(root / num_samples))
 
 
@@ -225,9 +223,7 @@ def count_samples(
     return counts
 
 
-def run_case(
-    goldens: Goldens, case: str, num_samples: int, *, judged_by: str | None = None
-) -> ChiSquare:
+def run_case(goldens: Goldens, case: str, num_samples: int, *, judged_by: str | None = None) -> ChiSquare:
     """Draw ``num_samples`` samples of a case and test them, against another case if told."""
     exact, parsed = goldens.exact(judged_by or case), Case.parse(case)
     sampler = parsed.config(goldens.info["config"])

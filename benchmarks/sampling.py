@@ -111,9 +111,7 @@ def save_verifier(folder: Path, shape: Shape) -> str:
     return str(folder)
 
 
-def make_trials(
-    shape: Shape, device: torch.device, precision: torch.dtype, verifier: str
-) -> list[Trial]:
+def make_trials(shape: Shape, device: torch.device, precision: torch.dtype, verifier: str) -> list[Trial]:
     """Everything that is measured."""
 
     def student(kind: str, **changes: Any) -> Student:

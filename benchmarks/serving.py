@@ -117,9 +117,7 @@ class Engine:
         self.process.wait()
 
 
-def worker(
-    teacher: str, drafts: dict[str, Any] | None, drafter: str, options: dict[str, Any]
-) -> None:
+def worker(teacher: str, drafts: dict[str, Any] | None, drafter: str, options: dict[str, Any]) -> None:
     """Serve what comes line by line; runs in the engine's environment."""
     from vllm import LLM, SamplingParams
     from vllm.sampling_params import RequestOutputKind
@@ -209,14 +207,11 @@ def tokens_per_pass(rows: list[dict[str, Any]]) -> float:
     return tokens / sum(row["passes"] - 1 for row in rows)
 
 
-def exact(
-    reference: Engine, others: dict[str, Engine], num_tokens: int
-) -> Iterator[dict[str, Any]]:
+def exact(reference: Engine, others: dict[str, Engine], num_tokens: int) -> Iterator[dict[str, Any]]:
     """Tokens that differ from the engine's without drafts; told again after every round."""
     draw = random.Random(0)
     found: dict[str, Any] = {
-        name: {"tokens": 0, "differing": 0, "cancelled": 0, "by_cut": {}, "passes": 0}
-        for name in others
+        name: {"tokens": 0, "differing": 0, "cancelled": 0, "by_cut": {}, "passes": 0} for name in others
     }
     number = 0
     while min(figures["tokens"] for figures in found.values()) < num_tokens:

@@ -43,9 +43,7 @@ def synthetic_output(
     return TeacherOutput(log_probs, tokens, rows.to(device))
 
 
-def write_store(
-    folder: Path, codec_name: str, num_rows: int, row_length: int, vocab_size: int
-) -> ShardStore:
+def write_store(folder: Path, codec_name: str, num_rows: int, row_length: int, vocab_size: int) -> ShardStore:
     """A complete store of synthetic rows under that codec."""
     codec = make_codec(codec_name)
     resources = {"unigram_log_probs": unigram(vocab_size)}
@@ -69,9 +67,7 @@ def write_store(
     return ShardStore.open(folder)
 
 
-def _columns(
-    output: TeacherOutput, codec: Codec, resources: dict[str, Tensor]
-) -> dict[str, Tensor]:
+def _columns(output: TeacherOutput, codec: Codec, resources: dict[str, Tensor]) -> dict[str, Tensor]:
     """The arrays of rows, position 0 among them."""
     given = {"tokens": output.tokens.int(), "token_log_probs": output.token_log_probs}
     found = {**given, **codec.encode(output, SEED, resources)}
@@ -90,9 +86,7 @@ def batch_reader(
     return lambda step: make(rows(epoch=step, step=step), step).to(device)
 
 
-def random_batch(
-    slots: range, row_length: int, vocab_size: int, device: torch.device, global_batch_size: int
-) -> Batch:
+def random_batch(slots: range, row_length: int, vocab_size: int, device: torch.device, global_batch_size: int) -> Batch:
     """Rows as a store under the ``posterior`` codec gives them, made in memory on the device."""
     codec = make_codec("posterior")
     resources = {"unigram_log_probs": unigram(vocab_size).to(device)}

@@ -22,12 +22,7 @@ from shards.errors import GdistillError, UsageError, visible
 from shards.language_model.forward import DtypeName
 from shards.noise.kinds import Noise
 from trainer.sampling.coupled import gumbel_scores, require_whole_noise
-from trainer.sampling.noise import (
-    STEPS_PER_ATTEMPT,
-    NucleusRule,
-    TokenRule,
-    sampling_noise,
-)
+from trainer.sampling.noise import STEPS_PER_ATTEMPT, NucleusRule, TokenRule, sampling_noise
 from trainer.sampling.verifier import Verifier
 from trainer.students.configuration import grouped
 
@@ -117,18 +112,14 @@ def certify_file(drawn: DrawnFile, teacher: Verifier) -> Certificate:
     return found
 
 
-def _judge(
-    found: Certificate, row: DrawnRow, logits: Float[Tensor, "l v"], drawn: DrawnFile
-) -> None:
+def _judge(found: Certificate, row: DrawnRow, logits: Float[Tensor, "l v"], drawn: DrawnFile) -> None:
     places = torch.tensor(row.filled, dtype=torch.int64)
     tokens = torch.tensor(row.tokens)[places].to(logits.device)
     here = logits[(places - 1).to(logits.device)]
     scores = gumbel_scores(here, drawn.noise(row).select(places), drawn.tau)
     rounding = torch.finfo(getattr(torch, found.dtype)).eps * here.abs().amax(dim=-1).clamp_min(1.0)
     within = found.tie_roundings * rounding
-    margins, winners = token_margins(
-        scores.masked_fill(~kept(here, drawn.rule), -torch.inf), tokens
-    )
+    margins, winners = token_margins(scores.masked_fill(~kept(here, drawn.rule), -torch.inf), tokens)
     is_tie = margins.abs() <= within
     if drawn.rule.truncates and len(places):
         most = float(within.max()) / drawn.tau
@@ -257,8 +248,7 @@ def read_drawn(file: Path) -> DrawnFile:
     verified = kind in VERIFIED and acceptance == "coupled"
     obstacles = {
         f"drawn with acceptance={acceptance}": kind in VERIFIED and not verified,
-        "decided by one uniform per token, which is no Gumbel noise": config.get("conditioning")
-        == "uniform",
+        "decided by one uniform per token, which is no Gumbel noise": config.get("conditioning") == "uniform",
         "drawn by a student without noise": config.get("conditioning") == "none" and not verified,
         "redraw_noise: other noise at every step": bool(sampler.get("redraw_noise")),
     }
@@ -297,14 +287,11 @@ def read_drawn(file: Path) -> DrawnFile:
         codec = make_codec(str(codec.get("name")), **codec["parameters"])
     is_checked = _given_is_checked(file, rows, size, identity)
     return DrawnFile(
-        *(file, rows, samples.seed, float(tau), size, codec, str(kind), rule),
-        *(verified, verifier, dtype, is_checked),
+        *(file, rows, samples.seed, float(tau), size, codec, str(kind), rule), *(verified, verifier, dtype, is_checked)
     )
 
 
-def _given_is_checked(
-    file: Path, rows: Sequence[DrawnRow], mask_id: int, identity: Mapping[str, Any]
-) -> bool:
+def _given_is_checked(file: Path, rows: Sequence[DrawnRow], mask_id: int, identity: Mapping[str, Any]) -> bool:
     """Whether what the rows call given is what the run was given, by its hash.
 
     Without this a file could call any token given, and no token of it would be looked at.
@@ -324,10 +311,7 @@ def _given_is_checked(
     for row in rows:
         num_given = len(row.tokens) - len(row.filled)
         if num_given > 1 and is_expected([as_given(row, range(1, len(row.tokens)))]):
-            what, got = (
-                "a sample calls tokens given in a run without a prompt",
-                f"{num_given} given",
-            )
+            what, got = ("a sample calls tokens given in a run without a prompt", f"{num_given} given")
             wanted = "the first one alone, by given_rows_sha256 in settings.json"
             where, remedy = f"{file}: sample {row.index}", "the file was altered: sample again"
             raise GdistillError(what, where=where, got=got, expected=wanted, remedy=remedy)
@@ -336,10 +320,7 @@ def _given_is_checked(
         return False
     given = [as_given(row, row.filled) for row in ordered]
     periods = [n for n in range(1, len(given) + 1) if n == len(given) or given[n] == given[0]]
-    return any(
-        is_expected(given[:n]) and all(r == given[i % n] for i, r in enumerate(given))
-        for n in periods
-    )
+    return any(is_expected(given[:n]) and all(r == given[i % n] for i, r in enumerate(given)) for n in periods)
 
 
 def _row(values: Mapping[str, Any], where: str, vocab_size: int) -> DrawnRow:
@@ -374,21 +355,15 @@ def certify(
             'server, or a .jsonl file of its answers: {"request": ..., "answer": ...}.',
         ),
     ],
-    teacher: Annotated[
-        str, typer.Option(help="Causal LM: local folder, or a hub id in its cache.")
-    ],
+    teacher: Annotated[str, typer.Option(help="Causal LM: local folder, or a hub id in its cache.")],
     out: Annotated[
-        Path | None,
-        typer.Option(help="Folder for certificate.json (the samples' own; of a server here)."),
+        Path | None, typer.Option(help="Folder for certificate.json (the samples' own; of a server here).")
     ] = None,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda.")] = "auto",
     noise: Annotated[
-        str | None,
-        typer.Option(help="Of a server: murmur3, murmur3-float64, if answers do not name it."),
+        str | None, typer.Option(help="Of a server: murmur3, murmur3-float64, if answers do not name it.")
     ] = None,
-    dtype: Annotated[
-        str, typer.Option(help="Of a server: the precision that it computes in.")
-    ] = "float32",
+    dtype: Annotated[str, typer.Option(help="Of a server: the precision that it computes in.")] = "float32",
     num: Annotated[int, typer.Option(help="Of a URL: answers to ask for.")] = 32,
     prompt: Annotated[str, typer.Option(help="Of a URL: what is asked.")] = "Once upon a time",
     request: Annotated[

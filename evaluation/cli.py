@@ -42,12 +42,9 @@ app = command_app(
 
 @app.command(DEFAULT)
 def evaluate(
-    samples: Annotated[
-        Path, typer.Argument(help="Folder or .jsonl file written by gdistill-sample.")
-    ],
+    samples: Annotated[Path, typer.Argument(help="Folder or .jsonl file written by gdistill-sample.")],
     judge: Annotated[
-        str | None,
-        typer.Option(help="Causal LM for perplexity and scores of its states: hub id or folder."),
+        str | None, typer.Option(help="Causal LM for perplexity and scores of its states: hub id or folder.")
     ] = None,
     reference: Annotated[
         Path | None,
@@ -56,12 +53,9 @@ def evaluate(
             "a store, or a .jsonl file with a text field."
         ),
     ] = None,
-    maze: Annotated[
-        Path | None, typer.Option(help="STORE/corpus/maze.json: score sampled paths.")
-    ] = None,
+    maze: Annotated[Path | None, typer.Option(help="STORE/corpus/maze.json: score sampled paths.")] = None,
     infill: Annotated[
-        Path | None,
-        typer.Option(help="Rows that were filled, with the truth: exact match, filled part."),
+        Path | None, typer.Option(help="Rows that were filled, with the truth: exact match, filled part.")
     ] = None,
     tokenizer: Annotated[
         Path | None, typer.Option(help="The student's model folder, for --infill with a judge.")
@@ -69,16 +63,11 @@ def evaluate(
     max_tokens: Annotated[
         int | None,
         typer.Option(
-            help="Truncate texts to this many judge tokens (1024; without --stride at most the "
-            "judge's context)."
+            help="Truncate texts to this many judge tokens (1024; without --stride at most the judge's context)."
         ),
     ] = None,
-    stride: Annotated[
-        int | None, typer.Option(help="Tokens between windows (half the judge's context).")
-    ] = None,
-    out: Annotated[
-        Path | None, typer.Option(help="Where to write; the sample folder unless given.")
-    ] = None,
+    stride: Annotated[int | None, typer.Option(help="Tokens between windows (half the judge's context).")] = None,
+    out: Annotated[Path | None, typer.Option(help="Where to write; the sample folder unless given.")] = None,
     device: Annotated[
         str | None, typer.Option(help="Device of the judge: cpu or cuda (a GPU if there is one).")
     ] = None,

@@ -188,9 +188,7 @@ Comparisons = Mapping[tuple[str, str], Comparison]
 """(run, score) -> against the baseline."""
 
 
-def _table(
-    runs: Sequence[RecordedRun], scores: Sequence[str], comparisons: Comparisons, baseline: str
-) -> Table:
+def _table(runs: Sequence[RecordedRun], scores: Sequence[str], comparisons: Comparisons, baseline: str) -> Table:
     """A row per run: each score with its interval and its change against the baseline."""
     rows = []
     for run in runs:
@@ -227,19 +225,13 @@ def _with(value: float, interval: Interval | None, sign: str = "") -> str:
 
 
 def compare(
-    runs: Annotated[
-        list[str],
-        typer.Argument(help="Folders that gdistill-eval has scored: FOLDER or NAME=FOLDER."),
-    ],
+    runs: Annotated[list[str], typer.Argument(help="Folders that gdistill-eval has scored: FOLDER or NAME=FOLDER.")],
     baseline: Annotated[
         str | None, typer.Option(help="Name of the run to compare with; the first unless given.")
     ] = None,
-    scores: Annotated[
-        str | None, typer.Option(help="Only these, separated by commas; all that are shared.")
-    ] = None,
+    scores: Annotated[str | None, typer.Option(help="Only these, separated by commas; all that are shared.")] = None,
     paired: Annotated[
-        bool,
-        typer.Option(help="Resample equal sample indices together (same seed, prompts or rows)."),
+        bool, typer.Option(help="Resample equal sample indices together (same seed, prompts or rows).")
     ] = True,
     out: Annotated[Path, typer.Option(help="Where to write.")] = Path("comparison"),
 ) -> None:

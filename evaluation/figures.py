@@ -13,10 +13,7 @@ from typing import Any
 
 WITH_NOISE, WITHOUT_NOISE, TEACHER = "#0072B2", "#D55E00", "#4D4D4D"
 """Blue, vermilion, dark grey."""
-PALETTE = (
-    *(WITH_NOISE, WITHOUT_NOISE, "#009E73", "#CC79A7", "#E69F00", "#56B4E9"),
-    *("#000000", "#8C6D31"),
-)
+PALETTE = (*(WITH_NOISE, WITHOUT_NOISE, "#009E73", "#CC79A7", "#E69F00", "#56B4E9"), *("#000000", "#8C6D31"))
 """Okabe and Ito's without their yellow, which is faint on white, and a brown: ``C0`` to ``C7``."""
 LINE_STYLES, MARKERS = ("-", "--", "-.", ":"), "osD^vP*X"
 
@@ -30,9 +27,7 @@ def look(number: int) -> dict[str, Any]:
 
 
 @contextmanager
-def figure_file(
-    path: Path, num_rows: int = 1, num_columns: int = 1, **settings: Any
-) -> Iterator[tuple[Any, Any]]:
+def figure_file(path: Path, num_rows: int = 1, num_columns: int = 1, **settings: Any) -> Iterator[tuple[Any, Any]]:
     """Axes to draw on; the figure is written when the block ends.
 
     >>> with figure_file(Path("speed.png"), size=(4, 3)) as (figure, panels):

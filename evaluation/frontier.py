@@ -18,13 +18,7 @@ import typer
 from evaluation.figures import TEACHER, figure_file, look
 from evaluation.report import Table, write_report
 from evaluation.samples import SampleSet, drawn_with, find_sample_files, named_folder, read_samples
-from evaluation.text.distance import (
-    Estimate,
-    Rows,
-    naive_samples,
-    require_enough,
-    unigram_entropy_nats,
-)
+from evaluation.text.distance import Estimate, Rows, naive_samples, require_enough, unigram_entropy_nats
 from evaluation.text.reading import Judging, readings_folder
 from evaluation.text.reference import ReferenceText, Ruler
 from shards.atomic import require_writable
@@ -72,8 +66,7 @@ def read_point(model: str, samples: SampleSet, ruler: Ruler) -> Point:
     rows = ruler.text.rows_of(samples)
     texts = samples.require_texts() if ruler.judging is not None else None
     first, second = (
-        ruler.measure(rows[n::2], None if texts is None else ruler.features_of(texts[n::2]))
-        for n in (0, 1)
+        ruler.measure(rows[n::2], None if texts is None else ruler.features_of(texts[n::2])) for n in (0, 1)
     )
     perplexity = None
     if ruler.judging is not None and texts is not None:
@@ -133,13 +126,10 @@ def dominance(points: Sequence[Point]) -> list[str]:
 
 
 def frontier(
-    runs: Annotated[
-        list[str], typer.Argument(help="Folders of a sweep, one per model: FOLDER or NAME=FOLDER.")
-    ],
+    runs: Annotated[list[str], typer.Argument(help="Folders of a sweep, one per model: FOLDER or NAME=FOLDER.")],
     data: Annotated[Path, typer.Option(help="Store that the students were trained from.")],
     judge: Annotated[
-        str | None,
-        typer.Option(help="Causal LM, not the teacher, for Fréchet distance and perplexity."),
+        str | None, typer.Option(help="Causal LM, not the teacher, for Fréchet distance and perplexity.")
     ] = None,
     out: Annotated[Path, typer.Option(help="Where to write.")] = Path("frontier"),
     device: Annotated[str | None, typer.Option(help="Device of the judge.")] = None,
@@ -153,9 +143,7 @@ def frontier(
     names = [name for name, _ in named]
     if len(set(names)) < len(names):
         raise UsageError("two runs of one name", where=", ".join(names), remedy="use NAME=FOLDER")
-    sets = [
-        (name, read_samples(f, folder)) for name, folder in named for f in find_sample_files(folder)
-    ]
+    sets = [(name, read_samples(f, folder)) for name, folder in named for f in find_sample_files(folder)]
     require_writable(out)
     half = min(len(samples.tokens) for _, samples in sets) // 2
     length = max(len(row) for _, samples in sets for row in samples.tokens)
@@ -192,11 +180,7 @@ def frontier(
 
 
 def _nearest_table(points: Sequence[Point], ranking: str, floor: Estimate, num: int) -> Table:
-    described = {
-        "entropy": "entropy_nats",
-        "beginnings": "distinct_beginnings",
-        "16-grams": "memorised_16_grams",
-    }
+    described = {"entropy": "entropy_nats", "beginnings": "distinct_beginnings", "16-grams": "memorised_16_grams"}
     rows = []
     for (model, passes), point in nearest(points).items():
         seconds = "-" if point.processor_seconds is None else f"{point.processor_seconds:.3g}"
@@ -236,9 +220,7 @@ def _figure(points: Sequence[Point], floor: Estimate, ranking: str, path: Path) 
 
 def check_scores(
     data: Annotated[Path, typer.Option(help="Store whose text samples are held against.")],
-    samples: Annotated[
-        Path | None, typer.Option(help="A real student's samples, which must come out ahead.")
-    ] = None,
+    samples: Annotated[Path | None, typer.Option(help="A real student's samples, which must come out ahead.")] = None,
     judge: Annotated[str | None, typer.Option(help="Causal LM for scores by a judge.")] = None,
     num: Annotated[int, typer.Option(help="Rows of each naive sampler.")] = 512,
     out: Annotated[Path, typer.Option(help="Where to write.")] = Path("check-scores"),
@@ -268,8 +250,7 @@ def check_scores(
         own["-mauve"] = -ruler.mauve_floor.value
     naive = [values for name, values in scores.items() if name not in honest]
     ranks = {
-        score: max(scores[name][score] for name in honest) < min(v[score] for v in naive)
-        for score in scores[honest[0]]
+        score: max(scores[name][score] for name in honest) < min(v[score] for v in naive) for score in scores[honest[0]]
     }
     rows = [(name, *(f"{values[c]:.3g}" for c in ranks)) for name, values in scores.items()]
     rows.append(("ranks", *("yes" if ranks[c] else "no" for c in ranks)))

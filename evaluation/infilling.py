@@ -89,10 +89,7 @@ def rows_of_samples(rows: list[InfillRow], samples: SampleSet) -> list[InfillRow
     for place, (row, tokens) in enumerate(zip(found, samples.tokens, strict=True)):
         given = set(range(len(row.tokens))) - set(row.masked)
         if len(tokens) != len(row.tokens) or any(tokens[i] != row.tokens[i] for i in given):
-            what, where = (
-                "a sample does not fill its row",
-                f"{samples.source}:{samples.lines[place]}",
-            )
+            what, where = ("a sample does not fill its row", f"{samples.source}:{samples.lines[place]}")
             got = f"{len(tokens)} tokens that differ where the row was given"
             expected = f"row {samples.indices[place] % len(rows)} of the file"
             remedy = "give the file that gdistill-sample --infill was given"
@@ -100,9 +97,7 @@ def rows_of_samples(rows: list[InfillRow], samples: SampleSet) -> list[InfillRow
     return found
 
 
-def exact_match(
-    tokens: Sequence[Sequence[int]], rows: Sequence[InfillRow], indices: Sequence[int]
-) -> Score:
+def exact_match(tokens: Sequence[Sequence[int]], rows: Sequence[InfillRow], indices: Sequence[int]) -> Score:
     """Share of filled positions that hold the true token.
 
     Args:
@@ -111,8 +106,7 @@ def exact_match(
         indices: Sample indices.
     """
     hits = tuple(
-        float(sum(ours[i] == row.tokens[i] for i in row.masked))
-        for ours, row in zip(tokens, rows, strict=True)
+        float(sum(ours[i] == row.tokens[i] for i in row.masked)) for ours, row in zip(tokens, rows, strict=True)
     )
     kept = PerSample(tuple(indices), hits, tuple(float(len(row.masked)) for row in rows))
     masked = range_text(len(row.masked) for row in rows)
@@ -121,10 +115,7 @@ def exact_match(
 
 
 def filled_perplexity(
-    judging: Judging,
-    texts: Sequence[str],
-    spans: Sequence[Sequence[tuple[int, int]]],
-    indices: Sequence[int],
+    judging: Judging, texts: Sequence[str], spans: Sequence[Sequence[tuple[int, int]]], indices: Sequence[int]
 ) -> Score:
     """Perplexity of the judge's tokens that overlap the filled characters.
 
@@ -159,9 +150,7 @@ def filled_perplexity(
     return Score.of("infill_perplexity", per_sample, settings=settings, details=details)
 
 
-def filled_spans(
-    tokenizer: Any, tokens: Sequence[int], masked: Sequence[int], text: str
-) -> list[tuple[int, int]]:
+def filled_spans(tokenizer: Any, tokens: Sequence[int], masked: Sequence[int], text: str) -> list[tuple[int, int]]:
     """Characters of the text that each filled position wrote.
 
     Args:
@@ -187,9 +176,7 @@ def filled_spans(
 
 def rows(
     data: Annotated[Path, typer.Argument(help="Store or tokens/ folder of gdistill-extract.")],
-    out: Annotated[Path, typer.Option(help="File for gdistill-sample --infill.")] = Path(
-        "infill.jsonl"
-    ),
+    out: Annotated[Path, typer.Option(help="File for gdistill-sample --infill.")] = Path("infill.jsonl"),
     num: Annotated[int, typer.Option(help="Rows.")] = 300,
     masked: Annotated[int, typer.Option(help="Positions masked in each, uniformly.")] = 32,
     split: Annotated[str, typer.Option(help="Split of the data.")] = "validation",

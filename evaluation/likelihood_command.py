@@ -20,14 +20,10 @@ from shards.provenance import code_version
 
 def perplexity(
     model: Annotated[Path, typer.Argument(help="Model folder, or the --out of a training.")],
-    data: Annotated[
-        list[Path], typer.Argument(help="Stores or tokens/ folders of gdistill-extract.")
-    ],
+    data: Annotated[list[Path], typer.Argument(help="Stores or tokens/ folders of gdistill-extract.")],
     noise: Annotated[
         Literal["posterior", "prior", "none", "all"],
-        typer.Option(
-            help="Noise of a conditioned student: the store's, drawn anew, or both (all)."
-        ),
+        typer.Option(help="Noise of a conditioned student: the store's, drawn anew, or both (all)."),
     ] = "all",
     split: Annotated[str, typer.Option(help="Split of the data.")] = "validation",
     rows: Annotated[int | None, typer.Option(help="At most so many rows.")] = None,
@@ -65,10 +61,7 @@ def perplexity(
             )
             scored.append((place, part.name, score))
     table = _table([(name, score) for _, name, score in scored])
-    facts = {
-        "student": str(folder.student.config.model_type),
-        "weights_sha256": folder.weights_sha256,
-    }
+    facts = {"student": str(folder.student.config.model_type), "weights_sha256": folder.weights_sha256}
     page = write_report(
         out,
         title="Validation perplexity",

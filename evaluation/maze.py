@@ -66,9 +66,7 @@ class Maze:
         """
         try:
             value = json.loads(path.read_text(encoding="utf-8"))
-            start, target = (
-                (int(value[name][0]), int(value[name][1])) for name in ("start", "target")
-            )
+            start, target = ((int(value[name][0]), int(value[name][1])) for name in ("start", "target"))
             paths = tuple(map(tuple, value["paths"]))
             return cls(tuple(value["rows"]), start, target, paths, int(value["max_moves"]))
         except (OSError, KeyError, ValueError, TypeError, IndexError) as error:
@@ -104,10 +102,7 @@ def total_variation(counts: Mapping[Any, int], reference: Mapping[Any, float]) -
 
 
 def maze_success(
-    maze: Maze,
-    samples: Sequence[Path_ | None],
-    reference: Mapping[Path_, float],
-    reference_name: str,
+    maze: Maze, samples: Sequence[Path_ | None], reference: Mapping[Path_, float], reference_name: str
 ) -> Score:
     """Share of samples that are valid paths, with coverage and total variation in the details.
 
@@ -140,9 +135,7 @@ def maze_success(
 
 
 @torch.no_grad()
-def teacher_decode(
-    model: Any, first_tokens: Int[Tensor, "b"], noise: Noise, row_length: int
-) -> Int[Tensor, "b l"]:
+def teacher_decode(model: Any, first_tokens: Int[Tensor, "b"], noise: Noise, row_length: int) -> Int[Tensor, "b l"]:
     """Decode B rows by Gumbel-max, position 0 given.
 
     Args:

@@ -70,9 +70,7 @@ def first_token(student: Student) -> int:
 
 
 @torch.no_grad()
-def settle(
-    student: Student, sampler: Sampler, sample_id: int, seed: int
-) -> tuple[Int[Tensor, "l"], list[int]]:
+def settle(student: Student, sampler: Sampler, sample_id: int, seed: int) -> tuple[Int[Tensor, "l"], list[int]]:
     """Draw one sample, and note which pass revealed each of its L tokens.
 
     The sample is the one that ``student.generate`` draws with this seed at this index.
@@ -87,9 +85,7 @@ def settle(
     read: list[Tensor] = []
     ids = torch.tensor([sample_id], device=device)
     noise = noise_of_rows(student, seed, ids, length)
-    hook = whole.backbone.vocab_embed.register_forward_pre_hook(
-        lambda _, inputs: read.append(inputs[0][0].clone())
-    )
+    hook = whole.backbone.vocab_embed.register_forward_pre_hook(lambda _, inputs: read.append(inputs[0][0].clone()))
     try:
         tokens = sampler.sample(student, rows, ids, noise, seed).tokens[0]
     finally:
@@ -110,12 +106,7 @@ def pieces_of_text(tokenizer: Any, tokens: Sequence[int]) -> tuple[str, ...]:
 
 
 def column_of(
-    name: str,
-    student: Student,
-    samplers: Mapping[str, Sampler],
-    num_samples: int,
-    seed: int,
-    read: Any,
+    name: str, student: Student, samplers: Mapping[str, Sampler], num_samples: int, seed: int, read: Any
 ) -> Column:
     """Rows 0 .. num_samples - 1 of a student at every budget.
 
@@ -135,9 +126,7 @@ def column_of(
     return Column(name, role, samples)
 
 
-def teacher_column(
-    model: Any, first_token: int, row_length: int, num_samples: int, seed: int, read: Any
-) -> Column:
+def teacher_column(model: Any, first_token: int, row_length: int, num_samples: int, seed: int, read: Any) -> Column:
     """What the teacher writes from the same noise, one token a pass."""
     ids = torch.arange(num_samples)
     noise = sampling_noise(seed, ids, row_length, model.config.vocab_size)
@@ -166,9 +155,7 @@ def reader_of_text(tokenizer: Any) -> Any:
     return read
 
 
-def write_page(
-    path: Path, columns: Sequence[Column], *, title: str, about: str, maze: Maze | None = None
-) -> Path:
+def write_page(path: Path, columns: Sequence[Column], *, title: str, about: str, maze: Maze | None = None) -> Path:
     """Write the page.
 
     Args:
@@ -200,14 +187,10 @@ def passes(
     nfe: Annotated[str, typer.Option(help="Budgets of passes.")] = "1,2,4,8",
     num: Annotated[int, typer.Option(min=1, help="Noises to choose from.")] = 12,
     seed: Annotated[int, typer.Option(help="As of gdistill-sample.")] = 0,
-    teacher: Annotated[
-        str | None, typer.Option(help="Their teacher: what it writes from the same noise.")
-    ] = None,
+    teacher: Annotated[str | None, typer.Option(help="Their teacher: what it writes from the same noise.")] = None,
     maze: Annotated[Path | None, typer.Option(help="STORE/corpus/maze.json of a maze.")] = None,
     sampler: Annotated[str, typer.Option(help="A sampler of whole rows.")] = "ancestral",
-    settings: Annotated[
-        list[str] | None, typer.Option("--set", help="Settings of the sampler, key=value.")
-    ] = None,
+    settings: Annotated[list[str] | None, typer.Option("--set", help="Settings of the sampler, key=value.")] = None,
 ) -> None:
     """Make a page on which samples of students settle pass by pass, under the same noise."""
     from evaluation.samples import named_folder

@@ -63,10 +63,7 @@ class Table:
         )
         notes = "".join(f'<p class="note">{html.escape(note)}</p>' for note in self.notes)
         # A wide table scrolls in its own box: the page itself never does, whatever the screen.
-        return (
-            f"<h2>{html.escape(self.title)}</h2>"
-            f'<div class="wide"><table><tr>{head}</tr>{body}</table></div>{notes}'
-        )
+        return f'<h2>{html.escape(self.title)}</h2><div class="wide"><table><tr>{head}</tr>{body}</table></div>{notes}'
 
     def to_csv(self) -> str:
         """Header and rows, quoted where needed (RFC 4180); no cell is a spreadsheet's formula."""
@@ -117,8 +114,7 @@ def write_report(
     tables = list(tables)
     write_json_atomic(directory / "results.json", results)
     markdown = "\n\n".join(
-        "\n\n".join([f"### {table.title}", table.to_markdown(), *map(markdown_text, table.notes)])
-        for table in tables
+        "\n\n".join([f"### {table.title}", table.to_markdown(), *map(markdown_text, table.notes)]) for table in tables
     )
     write_bytes_atomic(directory / "tables.md", markdown.encode() + b"\n")
     images = "".join(
@@ -184,9 +180,7 @@ def browser_section(columns: Mapping[str, Mapping[int, ShownSample]]) -> str:
         rows += f'<div class="row">{cells}</div></details>'
     every = (sample for samples in shown.values() for sample in samples.values())
     if any(nats is not None for sample in every for _, nats in sample.pieces):
-        shades = (
-            f'<i class="s{n}"> {n}{"+" if n == LEVELS - 1 else ""} </i>' for n in range(LEVELS)
-        )
+        shades = (f'<i class="s{n}"> {n}{"+" if n == LEVELS - 1 else ""} </i>' for n in range(LEVELS))
         legend = f"<p>Surprise under the judge, nats per token: {''.join(shades)}</p>"
     left = len(columns) - len(shown)
     more = f'<p class="note">{left} further files are not shown.</p>' if left else ""
@@ -271,9 +265,7 @@ def _score_table(scored: Scored) -> Table:
         row.append("-" if seconds is None else f"{seconds:.3g}")
         for score in scores:
             low_high = map(_number, score.interval or ())
-            row.append(
-                _number(score.value) + (f" [{', '.join(low_high)}]" if score.interval else "")
-            )
+            row.append(_number(score.value) + (f" [{', '.join(low_high)}]" if score.interval else ""))
             for name in BESIDE.get(score.name, {}):
                 value = score.details[name]
                 row.append(" ".join(map(_number, value if isinstance(value, list) else [value])))
@@ -328,9 +320,7 @@ def _browser_of(scored: Scored, pieces: Pieces | None) -> str:
     """HTML of the samples themselves; empty where they have no text."""
     columns = {
         samples.name: {
-            index: ShownSample(
-                _facts(samples, scores, index), [(text, None)] if pieces is None else pieces(text)
-            )
+            index: ShownSample(_facts(samples, scores, index), [(text, None)] if pieces is None else pieces(text))
             for index, text in list(zip(samples.indices, samples.texts, strict=True))[:MAX_ROWS]
             if text is not None
         }

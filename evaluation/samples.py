@@ -53,11 +53,7 @@ def read_records(file: Path, kind: str) -> list[Record]:
     try:
         with open_regular(file) as stream:
             lines = enumerate(iter(lambda: stream.readline(MAX_LINE_BYTES + 1), b""), start=1)
-            records = [
-                Record(number, _parse(line, f"{file}:{number}", kind))
-                for number, line in lines
-                if line.strip()
-            ]
+            records = [Record(number, _parse(line, f"{file}:{number}", kind)) for number, line in lines if line.strip()]
     except OSError as error:
         what, remedy = f"cannot read the {kind} file", "check the path"
         got, expected = error.strerror, "a .jsonl file"

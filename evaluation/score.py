@@ -60,9 +60,7 @@ class PerSample:
 
     def select(self, indices: Sequence[int]) -> PerSample:
         """The entries of some sample indices, in that order."""
-        entries = dict(
-            zip(self.indices, zip(self.numerators, self.denominators, strict=True), strict=True)
-        )
+        entries = dict(zip(self.indices, zip(self.numerators, self.denominators, strict=True), strict=True))
         columns = zip(*(entries[index] for index in indices), strict=True)
         return PerSample(tuple(indices), *columns, is_exponential=self.is_exponential)
 
@@ -77,9 +75,7 @@ class PerSample:
         indices, *columns = (list(value[n]) for n in ("indices", "numerators", "denominators"))
         if not indices or {len(column) for column in columns} != {len(indices)}:
             raise ValueError("no entries, or columns of unequal length")
-        if not np.isfinite(np.array(columns, dtype=float)).all() or not (
-            min(columns[1]) >= 0 < sum(columns[1])
-        ):
+        if not np.isfinite(np.array(columns, dtype=float)).all() or not (min(columns[1]) >= 0 < sum(columns[1])):
             raise ValueError("entries that are no finite numbers")
         if any(type(index) is not int for index in indices) or len(set(indices)) < len(indices):
             raise ValueError("sample indices that are no whole numbers, or stand there twice")
@@ -87,9 +83,7 @@ class PerSample:
         return cls(tuple(indices), *numbers, is_exponential=bool(value["is_exponential"]))
 
 
-def bootstrap_draws(
-    num_samples: int, num_draws: int = NUM_BOOTSTRAP, seed: int = 0
-) -> Int[np.ndarray, "b n"]:
+def bootstrap_draws(num_samples: int, num_draws: int = NUM_BOOTSTRAP, seed: int = 0) -> Int[np.ndarray, "b n"]:
     """Places of ``num_draws`` sets of samples drawn with replacement; a function of its inputs."""
     return np.random.default_rng(seed).integers(num_samples, size=(num_draws, num_samples))
 

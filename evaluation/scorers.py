@@ -121,10 +121,7 @@ def _acceptance(samples: SampleSet) -> list[Score]:
         accepted = tuple(float(one.accepted[column]) for one in counted)
         heads.append(PerSample(indices, accepted, reached))
     # A set of samples drawn again may miss the few that reached a far distance: no interval there.
-    intervals = [
-        list(head.interval() or ()) if sum(map(bool, head.denominators)) >= 10 else None
-        for head in heads
-    ]
+    intervals = [list(head.interval() or ()) if sum(map(bool, head.denominators)) >= 10 else None for head in heads]
     details = {
         "conditional_acceptance": [head.value() for head in heads],
         "conditional_acceptance_95": intervals,
@@ -159,16 +156,12 @@ def _perplexity(judging: Judging, samples: SampleSet) -> list[Score]:
     return [judging.perplexity(samples.require_texts(), **named)]
 
 
-def _filled(
-    judging: Judging, rows: list[InfillRow], tokenizers: Mapping[Path, Any], samples: SampleSet
-) -> list[Score]:
+def _filled(judging: Judging, rows: list[InfillRow], tokenizers: Mapping[Path, Any], samples: SampleSet) -> list[Score]:
     """Perplexity of what was filled in, in the reading of the whole row."""
     texts, tokenizer = samples.require_texts(), tokenizers[samples.source]
     spans = [
         filled_spans(tokenizer, tokens, row.masked, text)
-        for tokens, row, text in zip(
-            samples.tokens, rows_of_samples(rows, samples), texts, strict=True
-        )
+        for tokens, row, text in zip(samples.tokens, rows_of_samples(rows, samples), texts, strict=True)
     ]
     return [filled_perplexity(judging, texts, spans, samples.indices)]
 

@@ -200,9 +200,7 @@ class ServedCertificate:
                 yield f"{cut} tokens are ones that the requests cut off"
 
 
-def allowed(
-    scaled: Float[Tensor, "n v"], top_k: int, top_p: float, slack: float = 0.0
-) -> Float[Tensor, "n v"]:
+def allowed(scaled: Float[Tensor, "n v"], top_k: int, top_p: float, slack: float = 0.0) -> Float[Tensor, "n v"]:
     """l / T where a request may draw, -inf elsewhere: top-k first, then the nucleus of the rest.
 
     Args:
@@ -257,9 +255,7 @@ def judge(answer: Answer, logits: Float[Tensor, "n v"], tie: float) -> Verdict:
     return verdict
 
 
-def _weigh(
-    verdict: Verdict, law: Float[Tensor, "n v"], wide: Float[Tensor, "n v"], tokens: Tensor
-) -> None:
+def _weigh(verdict: Verdict, law: Float[Tensor, "n v"], wide: Float[Tensor, "n v"], tokens: Tensor) -> None:
     """Sums of the test of the law; a token that was cut off has no surprise to count."""
     log_p = law.double().log_softmax(dim=-1)
     own = log_p.gather(1, tokens[:, None])[:, 0]
@@ -331,11 +327,7 @@ def read_answers(file: Path, tokenizer: Any, noise: str | None = None) -> list[A
 
 
 def answers_of(
-    request: Mapping[str, Any],
-    answer: Mapping[str, Any],
-    where: str,
-    tokenizer: Any,
-    noise: str | None = None,
+    request: Mapping[str, Any], answer: Mapping[str, Any], where: str, tokenizer: Any, noise: str | None = None
 ) -> Iterator[Answer]:
     """The sequences of one answer, a prompt's n ones after the other.
 

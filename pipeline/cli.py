@@ -17,12 +17,7 @@ CODECS = "Posterior", "Seeded", "Hidden", "TopK", "Quantized", "Full"
 SETTINGS = (
     Section("the run", "pipeline.settings:ExtractSettings"),
     Section("--corpus", "pipeline.corpus.config:CorpusConfig", "corpus"),
-    *(
-        Section(
-            f"--codec {name.lower()}", f"shards.codec.{name.lower()}:{name}Codec", "codec", True
-        )
-        for name in CODECS
-    ),
+    *(Section(f"--codec {name.lower()}", f"shards.codec.{name.lower()}:{name}Codec", "codec", True) for name in CODECS),
 )
 app, references_app, tokens_app = command_app(), command_app(), command_app()
 complete_app = command_app()
@@ -49,9 +44,7 @@ Tokenizer = Annotated[str | None, typer.Option(help="If it does not lie beside t
 RowLength = Annotated[int | None, typer.Option(help="Tokens of a row [context, at most 1024].")]
 Rows = Annotated[int | None, typer.Option(help="Only so many rows of each split.")]
 ConfigFile = Annotated[Path | None, typer.Option(help="TOML, as configs/owt-extract.toml.")]
-Overrides = Annotated[
-    list[str] | None, typer.Option("--set", help="key=value; `settings` lists the keys.")
-]
+Overrides = Annotated[list[str] | None, typer.Option("--set", help="key=value; `settings` lists the keys.")]
 
 
 @app.command()
@@ -72,12 +65,9 @@ def extract(
     tokenizer: Tokenizer = None,
     store: Annotated[str | None, typer.Option(help="Folder or URL [OUT/store].")] = None,
     codec: Annotated[
-        str | None,
-        typer.Option(help="posterior [default], seeded, hidden, topk, quantized or full."),
+        str | None, typer.Option(help="posterior [default], seeded, hidden, topk, quantized or full.")
     ] = None,
-    mode: Annotated[
-        str | None, typer.Option(help="parallel [default]; sequential: the teacher writes.")
-    ] = None,
+    mode: Annotated[str | None, typer.Option(help="parallel [default]; sequential: the teacher writes.")] = None,
     row_length: RowLength = None,
     rows: Rows = None,
     batch_size: Annotated[int | None, typer.Option(help="Rows of a forward pass [auto].")] = None,
@@ -95,9 +85,7 @@ def extract(
     strict: Annotated[
         bool, typer.Option("--strict", help="Refuse a store begun on other hardware or software.")
     ] = False,
-    plan: Annotated[
-        bool, typer.Option("--plan", help="Tokens, bytes, hours; run nothing.")
-    ] = False,
+    plan: Annotated[bool, typer.Option("--plan", help="Tokens, bytes, hours; run nothing.")] = False,
     rate: Annotated[float | None, typer.Option(help="For --plan: tokens/s of a process.")] = None,
     tokens: Annotated[float | None, typer.Option(help="For --plan: tokens of the corpus.")] = None,
     price: Annotated[float | None, typer.Option(help="For --plan: price of an hour.")] = None,
@@ -208,10 +196,7 @@ def tokens(
 def complete(
     out: Out,
     prompts: Annotated[
-        str,
-        typer.Option(
-            help='JSON lines: {"messages": [...]} that end with a question, or {"prompt": "text"}.'
-        ),
+        str, typer.Option(help='JSON lines: {"messages": [...]} that end with a question, or {"prompt": "text"}.')
     ],
     teacher: Annotated[str, typer.Option(help="Folder or hub id of a causal language model.")],
     tokenizer: Tokenizer = None,
@@ -250,9 +235,7 @@ def complete(
 
 @references_app.command()
 def references(
-    source: Annotated[
-        str, typer.Argument(help="A run's folder, its tokens or its store (folder or URL).")
-    ],
+    source: Annotated[str, typer.Argument(help="A run's folder, its tokens or its store (folder or URL).")],
     out: Annotated[Path, typer.Option(help="The .jsonl file to write.")],
     num: Annotated[int | None, typer.Option(help="Rows, the first ones [all].")] = None,
     split: Annotated[str, typer.Option(help="validation or train.")] = "validation",

@@ -43,15 +43,7 @@ from transformers import PreTrainedTokenizerBase
 from pipeline.corpus.config import scheme_of
 from pipeline.corpus.documents import Tally
 from pipeline.extract import ShardWork, resources_on, with_position_0
-from pipeline.run import (
-    begin_store,
-    build_manifest,
-    corpus_lines,
-    corpus_unigram,
-    report,
-    run_extraction,
-    tokenize,
-)
+from pipeline.run import begin_store, build_manifest, corpus_lines, corpus_unigram, report, run_extraction, tokenize
 from pipeline.scored import ScoredRow, ScoreFiles, row_of_response, same_length
 from pipeline.settings import EngineSettings, ExtractRequest, Worker
 from pipeline.teacher import RawLogits, Teacher
@@ -153,9 +145,7 @@ class Engine:
         except GdistillError as error:
             what, most = f"the engine cannot be used: {error.what}", self.settings.num_top
             remedy = f"it must give {most} log-probabilities at every position of a prompt"
-            remedy += (
-                f" (engine.num_top; vLLM: --max-logprobs {most}; SGLang: engine.dialect=sglang)"
-            )
+            remedy += f" (engine.num_top; vLLM: --max-logprobs {most}; SGLang: engine.dialect=sglang)"
             facts = {"where": error.where, "got": error.got, "expected": error.expected}
             raise UsageError(what, **facts, remedy=remedy) from error
 
@@ -186,9 +176,7 @@ class Engine:
         own = [torch.from_numpy(row.token_log_probs) for row in scored]
         return torch.stack(own), torch.stack([*found])
 
-    def _each(
-        self, rows: Sequence[Sequence[int]], names: Sequence[str]
-    ) -> Iterator[tuple[ScoredRow, dict[str, Any]]]:
+    def _each(self, rows: Sequence[Sequence[int]], names: Sequence[str]) -> Iterator[tuple[ScoredRow, dict[str, Any]]]:
         with ThreadPoolExecutor(self.settings.in_flight) as threads:
             try:
                 yield from threads.map(self._score, rows, names)
@@ -260,9 +248,7 @@ def _failed(where: str, got: str) -> GdistillError:
 # Hidden states.
 
 
-def _states_of(
-    response: Mapping[str, Any], sent: list[int], where: str, dtype: str
-) -> Float[Tensor, "l d"]:
+def _states_of(response: Mapping[str, Any], sent: list[int], where: str, dtype: str) -> Float[Tensor, "l d"]:
     """What vLLM wrote of one request; the file is deleted once it is known to be that."""
     path = (response.get("kv_transfer_params") or {}).get("hidden_states_path")
     if not isinstance(path, str):
@@ -310,9 +296,7 @@ class StatesTeacher(Teacher):
         self._norm = norms[-1]
 
     @torch.inference_mode()
-    def forward(
-        self, rows: Int[Tensor, "b l"], row_ids: Int[Tensor, "b"], need_hidden: bool = False
-    ) -> RawLogits:
+    def forward(self, rows: Int[Tensor, "b l"], row_ids: Int[Tensor, "b"], need_hidden: bool = False) -> RawLogits:
         """See :class:`Teacher`.
 
         Raises:
@@ -427,9 +411,7 @@ def _require_tokenizer(request: ExtractRequest) -> PreTrainedTokenizerBase:
     return load_tokenizer(place)
 
 
-def _open_files(
-    request: ExtractRequest, codec: PosteriorCodec, tokenizer: PreTrainedTokenizerBase
-) -> Prepared:
+def _open_files(request: ExtractRequest, codec: PosteriorCodec, tokenizer: PreTrainedTokenizerBase) -> Prepared:
     """Rows that lie scored in files, the last ones for validation; all are checked on the way."""
     pattern, where = scheme_of(request.corpus.source)[1], "--from-logprobs"
     paths = [Path(name) for name in sorted(glob.glob(pattern))]
@@ -459,10 +441,7 @@ def _open_files(
 
 
 def _write_given_rows(
-    blocks: Mapping[str, Iterator[np.ndarray]],
-    tokenizer: PreTrainedTokenizerBase,
-    out: Path,
-    corpus: dict[str, Any],
+    blocks: Mapping[str, Iterator[np.ndarray]], tokenizer: PreTrainedTokenizerBase, out: Path, corpus: dict[str, Any]
 ) -> TokenDataset:
     """Write ``out/tokens`` from blocks of rows, [n, L] int32, by split.
 
@@ -494,9 +473,7 @@ def _write_given_rows(
         return TokenDataset.open(done)
 
 
-def _ask_engine(
-    request: ExtractRequest, tokenizer: PreTrainedTokenizerBase, worker: Worker
-) -> Prepared:
+def _ask_engine(request: ExtractRequest, tokenizer: PreTrainedTokenizerBase, worker: Worker) -> Prepared:
     """A server, once it is known to score such rows and to be the one that the run began with."""
     engine, request = _checked_engine(request, tokenizer)
     dataset = tokenize(request, tokenizer, worker)
@@ -517,9 +494,7 @@ def _ask_engine(
     return fetch, identity, dataset
 
 
-def _checked_engine(
-    request: ExtractRequest, tokenizer: PreTrainedTokenizerBase
-) -> tuple[Engine, ExtractRequest]:
+def _checked_engine(request: ExtractRequest, tokenizer: PreTrainedTokenizerBase) -> tuple[Engine, ExtractRequest]:
     """The server, and the request with its row length settled: what would fail does so here.
 
     Raises:
@@ -563,9 +538,7 @@ class ScoreWriter(ShardWork):
             arrays = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
             self.write(shard, arrays)
 
-    def _encode(
-        self, part: ShardRange, tokens: np.ndarray, rows: Sequence[ScoredRow]
-    ) -> dict[str, np.ndarray]:
+    def _encode(self, part: ShardRange, tokens: np.ndarray, rows: Sequence[ScoredRow]) -> dict[str, np.ndarray]:
         if not np.array_equal(same_length(rows, tokens.shape[1], str(part)), tokens):
             raise GdistillError("the scores are of other rows", where=part)
         names = ("top_ids", "top_log_probs", "token_ids", "token_log_probs")

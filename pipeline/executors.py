@@ -29,9 +29,7 @@ class ExtractStep:
     options: Mapping[str, Any] = field(default_factory=dict)
     tokens_only: bool = False
 
-    def __call__(
-        self, data: Iterable[Any] | None = None, rank: int = 0, world_size: int = 1
-    ) -> Iterator[Any]:
+    def __call__(self, data: Iterable[Any] | None = None, rank: int = 0, world_size: int = 1) -> Iterator[Any]:
         yield from data or ()
         from pipeline import engine, run  # late: a launcher needs no torch
 

@@ -42,13 +42,7 @@ from shards.codec.protocol import Codec, TeacherOutput
 from shards.console import Bar, progress_bar, stderr
 from shards.errors import UsageError
 from shards.interrupts import Stopped, StopRequest
-from shards.language_model.forward import (
-    BatchSize,
-    in_batches,
-    is_out_of_memory,
-    largest_batch,
-    require_indexable,
-)
+from shards.language_model.forward import BatchSize, in_batches, is_out_of_memory, largest_batch, require_indexable
 from shards.noise.philox import noise_kernel
 from shards.store.manifest import Manifest, ShardRange, read_ways, record_ways
 from shards.store.writer import ShardWriter
@@ -173,10 +167,7 @@ class Background:
         return self
 
     def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self._pool.shutdown()
         if error is None:
@@ -254,9 +245,7 @@ def with_position_0(values: Tensor) -> np.ndarray:
 
 def resources_on(device: torch.device, arrays: dict[str, np.ndarray]) -> dict[str, torch.Tensor]:
     """A store's resources where the codec encodes."""
-    return {
-        name: torch.from_numpy(np.ascontiguousarray(a)).to(device) for name, a in arrays.items()
-    }
+    return {name: torch.from_numpy(np.ascontiguousarray(a)).to(device) for name, a in arrays.items()}
 
 
 @dataclass(kw_only=True)
@@ -279,10 +268,7 @@ class Extractor(ShardWork):
     def run(self, shards: list[ShardRange], worker: Worker, bar: Bar) -> None:
         live = LIVE_BATCHES_GPU if self._on_gpu else LIVE_BATCHES_CPU
         try:
-            with (
-                Background("store", LIVE_SHARDS) as self._storage,
-                Background("encode", live) as self._encoder,
-            ):
+            with Background("store", LIVE_SHARDS) as self._storage, Background("encode", live) as self._encoder:
                 super().run(shards, worker, bar)
         finally:
             for claim in self._claims.values():
@@ -319,9 +305,7 @@ class Extractor(ShardWork):
 
         self._encoder.submit(hand_over, reserved=False)
 
-    def _forward(
-        self, tokens: Tensor, part: slice, shard: ShardRange, arrays: Arrays, bar: Bar
-    ) -> None:
+    def _forward(self, tokens: Tensor, part: slice, shard: ShardRange, arrays: Arrays, bar: Bar) -> None:
         """One forward pass; two of half the rows, and so on, where memory runs out."""
         self.stop.check()
         self._encoder.reserve()
@@ -343,9 +327,7 @@ class Extractor(ShardWork):
             self._forward(tokens, moved, shard, arrays, bar)
 
     @torch.inference_mode()
-    def _encode(
-        self, raw: RawLogits, first: int, shard: ShardRange, arrays: Arrays, bar: Bar
-    ) -> None:
+    def _encode(self, raw: RawLogits, first: int, shard: ShardRange, arrays: Arrays, bar: Bar) -> None:
         def work(part: slice) -> None:
             rows = raw.rows(part)
             memory = None if self._on_gpu else self._buffer
@@ -368,9 +350,7 @@ class Extractor(ShardWork):
         if self._encoded is None:  # on a CPU few enough for their temporaries to stay in its cache
             elements = raw.logits[0].numel()
             few = max(1, CPU_PART_ELEMENTS // elements)
-            self._encoded = BatchSize(
-                largest_batch(elements, raw.logits.device) if raw.logits.is_cuda else few
-            )
+            self._encoded = BatchSize(largest_batch(elements, raw.logits.device) if raw.logits.is_cuda else few)
         in_batches(work, len(raw.logits), self._encoded)
         bar.advance(raw.tokens.shape[0] * (raw.tokens.shape[1] + 1))
 
@@ -421,9 +401,7 @@ class ComputeEnvironment:
         return ", ".join(f"{name} {value} (was {other.get(name)})" for name, value in differing)
 
 
-def settle_environment(
-    writer: ShardWriter, settings: ExtractSettings, teacher: Teacher
-) -> ComputeEnvironment:
+def settle_environment(writer: ShardWriter, settings: ExtractSettings, teacher: Teacher) -> ComputeEnvironment:
     """Fix how this process computes, like the store's first worker where it can, and record it.
 
     Raises:

@@ -47,9 +47,7 @@ Check = Callable[[], None]
 
 
 def processed(
-    log_probs: Float[Tensor, "*batch v"],
-    settings: SequentialSettings,
-    tokens: Int[Tensor, "*batch"] | None = None,
+    log_probs: Float[Tensor, "*batch v"], settings: SequentialSettings, tokens: Int[Tensor, "*batch"] | None = None
 ) -> Float[Tensor, "*batch v"]:
     """Temperature, then nucleus, then normalised again; nats, -inf where a token is cut off.
 
@@ -153,9 +151,7 @@ def cached_token_bytes(config: Any, hidden_size: int, element_bytes: int) -> int
     return 2 * layers * num_shared * head_width * element_bytes
 
 
-def marked_answers(
-    tokens: Int[Tensor, "b l"], given: Int[Tensor, "b l"], ends: Collection[int]
-) -> Int[Tensor, "b l"]:
+def marked_answers(tokens: Int[Tensor, "b l"], given: Int[Tensor, "b l"], ends: Collection[int]) -> Int[Tensor, "b l"]:
     """Completed rows, marked: what was given, and what stands behind an end, does not count."""
     free = given >= 0
     is_end = free & torch.isin(tokens, torch.tensor(sorted(ends)))

@@ -27,12 +27,7 @@ import torch
 from jaxtyping import Float, Int
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor
-from transformers import (
-    LlamaConfig,
-    LlamaForCausalLM,
-    PreTrainedTokenizerBase,
-    PreTrainedTokenizerFast,
-)
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from transformers.utils import logging as transformers_logging
 
 from pipeline.corpus.sources import Known, RawDocument, Source
@@ -295,9 +290,7 @@ def row_log_probs(model: LlamaForCausalLM, rows: Int[Tensor, "n l"]) -> Float[Te
     return logits.log_softmax(-1).gather(-1, rows[:, 1:, None]).squeeze(-1).sum(-1)
 
 
-def train_maze_teacher(
-    maze: MazeLayout, out: Path, config: MazeTeacherConfig | None = None
-) -> MazeTeacherReport:
+def train_maze_teacher(maze: MazeLayout, out: Path, config: MazeTeacherConfig | None = None) -> MazeTeacherReport:
     """Train the teacher of ``maze`` and save it to ``out``; a finished one is left as it is.
 
     Args:
@@ -343,9 +336,7 @@ def _finished(out: Path, settings: dict[str, Any]) -> MazeTeacherReport:
     return MazeTeacherReport(tuple(report.pop("path_probabilities")), **report)
 
 
-def _train(
-    maze: MazeLayout, config: MazeTeacherConfig
-) -> tuple[LlamaForCausalLM, MazeTeacherReport]:
+def _train(maze: MazeLayout, config: MazeTeacherConfig) -> tuple[LlamaForCausalLM, MazeTeacherReport]:
     documents = draw_documents(maze, config.num_documents, config.seed, "train")
     rows = path_rows([tuple(document.split()) for document in documents], maze.row_length)
     with torch.random.fork_rng(devices=[]):
@@ -401,9 +392,7 @@ def _batch(
 
 
 @torch.no_grad()
-def _report(
-    model: LlamaForCausalLM, maze: MazeLayout, rows: Int[Tensor, "n l"]
-) -> MazeTeacherReport:
+def _report(model: LlamaForCausalLM, maze: MazeLayout, rows: Int[Tensor, "n l"]) -> MazeTeacherReport:
     paths = path_rows(maze.paths(), maze.row_length)
     model_probs = row_log_probs(model, paths).double().exp()
     shares = (rows[:, None] == paths[None]).all(-1).double().mean(0)

@@ -38,12 +38,7 @@ from shards.codec.registry import CODECS, codec_parameters, make_codec
 from shards.console import aligned
 from shards.errors import GdistillError, UsageError
 from shards.language_model.forward import resolve_device
-from shards.language_model.loading import (
-    PretrainedFiles,
-    check_device_map,
-    find_pretrained,
-    not_causal_lm,
-)
+from shards.language_model.loading import PretrainedFiles, check_device_map, find_pretrained, not_causal_lm
 from shards.provenance import generator
 from shards.store.layout import encode_shard
 from shards.store.location import open_location
@@ -137,8 +132,7 @@ class Plan:
                 " `gdistill-extract tokens` does it on a node of CPUs before the GPUs start"
             )
         speeds += [
-            f"stage 2: {rate.tokens_per_second:,.0f} tokens/s of {rate.machine}, {rate.origin}"
-            for rate in self.rates
+            f"stage 2: {rate.tokens_per_second:,.0f} tokens/s of {rate.machine}, {rate.origin}" for rate in self.rates
         ]
         window = filesize.decimal(WINDOW_BYTES)
         return [
@@ -147,8 +141,7 @@ class Plan:
             f"tokens: {self.token_origin}",
             f"bytes: {self.byte_origin}; * is the codec asked for",
             *speeds,
-            f"training: shuffling keeps at most {window} of decoded chunks in memory, "
-            "over all ranks",
+            f"training: shuffling keeps at most {window} of decoded chunks in memory, over all ranks",
             "",
             *self.table(),
         ]
@@ -240,9 +233,7 @@ def count_parameters(files: PretrainedFiles) -> int:
 # Tokens per second of one process.
 
 
-def planned_rates(
-    request: ExtractRequest, num_parameters: int, given: float | None = None
-) -> list[Rate]:
+def planned_rates(request: ExtractRequest, num_parameters: int, given: float | None = None) -> list[Rate]:
     """The given rate, or that of an earlier run in this folder, or what machines could reach.
 
     A machine without a GPU is one on which runs are planned and one on which they run: where the
@@ -423,9 +414,7 @@ HEAD_VOCABULARY = 512
 LOG_EXPONENT, LOG_OFFSET, ZIPF_OFFSET = (-0.3, 0.7), (-0.8, 1.0), 2.7
 
 
-def power_laws(
-    num: int, unigram: Float[Tensor, "v"], draws: torch.Generator
-) -> Float[Tensor, "n v"]:
+def power_laws(num: int, unigram: Float[Tensor, "v"], draws: torch.Generator) -> Float[Tensor, "n v"]:
     """Log-probabilities of ``num`` positions, float32, nats: p_r ~ (r + a)^-s, s and a drawn.
 
     Ranks go to ids in the order of log u_j + Gumbel noise, with u the unigram.
@@ -438,9 +427,7 @@ def power_laws(
     return torch.empty_like(law).scatter_(1, keys.argsort(dim=1, descending=True), law)
 
 
-def measured_bytes_per_token(
-    codec: Codec, vocab_size: int, hidden_size: int, row_length: int
-) -> float:
+def measured_bytes_per_token(codec: Codec, vocab_size: int, hidden_size: int, row_length: int) -> float:
     """Compressed bytes per token, id and log-probability included; resources are left out."""
     if codec.needs_hidden:
         # The bytes of a hidden state do not depend on V; a small head keeps the plan quick.
@@ -465,9 +452,7 @@ def measured_bytes_per_token(
     return _stored_bytes(codec, output, resources)
 
 
-def scored_bytes_per_token(
-    codecs: list[Codec], teacher: Teacher, rows: np.ndarray
-) -> dict[str, float]:
+def scored_bytes_per_token(codecs: list[Codec], teacher: Teacher, rows: np.ndarray) -> dict[str, float]:
     """The same for what the teacher says of the corpus's own rows [n, L], by codec."""
     num_rows, length, vocab_size = *rows.shape, teacher.vocab_size
     unigram = unigram_log_probs(lambda i, j: rows[i:j], num_rows, length, vocab_size, num_rows)

@@ -32,12 +32,7 @@ from shards.codec.registry import codec_parameters
 from shards.console import stderr
 from shards.errors import GdistillError, UsageError
 from shards.language_model.forward import BatchSize, resolve_device
-from shards.language_model.loading import (
-    PretrainedFiles,
-    check_device_map,
-    find_pretrained,
-    looks_local,
-)
+from shards.language_model.loading import PretrainedFiles, check_device_map, find_pretrained, looks_local
 from shards.noise.philox import use_noise_kernel
 from shards.store.location import file_claim, open_location
 from shards.store.manifest import COUNTED, MANIFEST_FILE, STORE_ARRAYS, Manifest
@@ -50,9 +45,7 @@ CHUNK_TOKENS = 1 << 12
 SHARD_TOKENS, SHARD_BYTES = 1 << 18, 256 << 20
 
 
-def run_extraction(
-    request: ExtractRequest, worker: Worker, load: Callable[..., Teacher] = Teacher.load
-) -> list[str]:
+def run_extraction(request: ExtractRequest, worker: Worker, load: Callable[..., Teacher] = Teacher.load) -> list[str]:
     """Do whatever is not done yet of a run whose teacher runs here; what to say at the end.
 
     One process of several speaks for all: the others return nothing to say.
@@ -158,9 +151,7 @@ def known_teacher(request: ExtractRequest, weights: bool = False) -> PretrainedF
         with file_claim(request.out / ".teacher.lock", wait=True):
             maze.train_maze_teacher(maze.load_maze(layout), location, config)
     trusted = asked.trust_remote_code
-    return find_pretrained(
-        location, revision=asked.revision, trust_remote_code=trusted, weights=weights
-    )
+    return find_pretrained(location, revision=asked.revision, trust_remote_code=trusted, weights=weights)
 
 
 def own_teacher(request: ExtractRequest) -> tuple[str, Path]:
@@ -172,9 +163,7 @@ def own_teacher(request: ExtractRequest) -> tuple[str, Path]:
     return layout or "k4", request.out / "teacher"
 
 
-def check_teacher(
-    request: ExtractRequest, files: PretrainedFiles
-) -> tuple[ExtractRequest, PreTrainedTokenizerBase]:
+def check_teacher(request: ExtractRequest, files: PretrainedFiles) -> tuple[ExtractRequest, PreTrainedTokenizerBase]:
     """Refuse what a run, a plan and a dry run refuse alike: no weights are needed to see it.
 
     Returns:
@@ -201,9 +190,7 @@ def check_teacher(
     return request, tokenizer
 
 
-def _check_same_tokens(
-    tokenizer: PreTrainedTokenizerBase, beside: PreTrainedTokenizerBase, where: str
-) -> None:
+def _check_same_tokens(tokenizer: PreTrainedTokenizerBase, beside: PreTrainedTokenizerBase, where: str) -> None:
     """Refuse a tokenizer more than 1% of whose ids mean other tokens than the teacher's own.
 
     A few may differ, as special tokens get new names; vocabularies of one size that are another's
@@ -219,14 +206,10 @@ def _check_same_tokens(
         raise UsageError(what, where=where, got=got, expected=expected, remedy=remedy)
 
 
-def tokenize(
-    request: ExtractRequest, tokenizer: PreTrainedTokenizerBase, worker: Worker
-) -> TokenDataset:
+def tokenize(request: ExtractRequest, tokenizer: PreTrainedTokenizerBase, worker: Worker) -> TokenDataset:
     """Stage 1, or its rows if they are there."""
     limits, is_main = request.row_limits, worker.is_main
-    dataset = prepare_tokens(
-        request.corpus, tokenizer, request.out, limits=limits, main_process=is_main
-    )
+    dataset = prepare_tokens(request.corpus, tokenizer, request.out, limits=limits, main_process=is_main)
     if (got := dataset.max_token_id) >= dataset.vocab_size:
         what, expected = "token id outside the vocabulary", f"below {dataset.vocab_size}"
         raise UsageError(what, where=dataset.path, got=got, expected=expected)
@@ -262,9 +245,7 @@ def bytes_per_token(arrays: dict[str, ArraySpec]) -> int:
     return sum(np.dtype(s.dtype).itemsize * int(np.prod(s.trailing_shape)) for s in specs)
 
 
-def rows_per_unit(
-    row_length: int, arrays: dict[str, ArraySpec], settings: StoreSettings
-) -> tuple[int, int]:
+def rows_per_unit(row_length: int, arrays: dict[str, ArraySpec], settings: StoreSettings) -> tuple[int, int]:
     """Rows of a chunk and of a shard: a few thousand and 2^18 tokens, bounded in bytes, or as set.
 
     Raises:
@@ -285,10 +266,7 @@ def rows_per_unit(
 
 
 def build_manifest(
-    request: ExtractRequest,
-    dataset: TokenDataset,
-    teacher: Mapping[str, object],
-    hidden_size: int | None = None,
+    request: ExtractRequest, dataset: TokenDataset, teacher: Mapping[str, object], hidden_size: int | None = None
 ) -> Manifest:
     """The identity of the store that this request makes.
 
@@ -478,11 +456,7 @@ def corpus_lines(dataset: TokenDataset) -> list[str]:
 
 
 def report(
-    request: ExtractRequest,
-    dataset: TokenDataset,
-    writer: ShardWriter,
-    num_tokens: int,
-    seconds: float,
+    request: ExtractRequest, dataset: TokenDataset, writer: ShardWriter, num_tokens: int, seconds: float
 ) -> list[str]:
     """The store in numbers, kept as ``summary.json`` too.
 

@@ -71,13 +71,7 @@ class ScoredRow:
 
 
 def scored_row(
-    token_ids: Any,
-    token_log_probs: Sequence[Any],
-    tops: Sequence[Top],
-    *,
-    vocab_size: int,
-    num_top: int,
-    where: str,
+    token_ids: Any, token_log_probs: Sequence[Any], tops: Sequence[Top], *, vocab_size: int, num_top: int, where: str
 ) -> ScoredRow:
     """Check one row and lay it out; position 0 of the two lists of scores is not looked at.
 
@@ -314,9 +308,7 @@ class ParquetFile:
         groups = range(metadata.num_row_groups)
         self._starts = [0, *accumulate(metadata.row_group(g).num_rows for g in groups)]
         self.num_rows = metadata.num_rows
-        self._group = lru_cache(maxsize=1)(
-            lambda group: self._file.read_row_group(group, columns=list(COLUMNS))
-        )
+        self._group = lru_cache(maxsize=1)(lambda group: self._file.read_row_group(group, columns=list(COLUMNS)))
 
     def record(self, index: int) -> Mapping[str, Any]:
         group = bisect.bisect_right(self._starts, index) - 1

@@ -29,16 +29,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from pipeline.corpus.config import MARKED, CorpusConfig, corpus_config, scheme_of
 from shards.errors import UsageError, did_you_mean
-from shards.settings import (
-    check_bounds,
-    merge,
-    nested,
-    parse_override,
-    read_toml,
-    resolve,
-    setting,
-    to_mapping,
-)
+from shards.settings import check_bounds, merge, nested, parse_override, read_toml, resolve, setting, to_mapping
 
 if TYPE_CHECKING:
     from shards.codec.protocol import Codec
@@ -353,10 +344,7 @@ class ExtractRequest:
 
 
 def resolve_request(
-    out: Path,
-    options: Mapping[str, Any],
-    overrides: Iterable[str] = (),
-    config_file: Path | None = None,
+    out: Path, options: Mapping[str, Any], overrides: Iterable[str] = (), config_file: Path | None = None
 ) -> ExtractRequest:
     """Merge the file, the options (without their None values) and the overrides; later wins.
 

@@ -44,9 +44,7 @@ LARGEST_PADDING, LARGEST_PADDING_SHARE = 127, 0.05
 TRIED_TOKENS = 8
 
 
-def automatic_batch_size(
-    row_length: int, vocab_size: int, weight_bytes: int, device: torch.device
-) -> int:
+def automatic_batch_size(row_length: int, vocab_size: int, weight_bytes: int, device: torch.device) -> int:
     """Rows of one forward pass by memory; the same on every machine with the same device."""
     budget, most = CPU_BATCH_BYTES, CPU_BATCH_TOKENS
     if device.type == "cuda":
@@ -215,9 +213,7 @@ class Teacher:
         """[B, L-1, V] float32: entry i is the distribution of the token at position i + 1, nats."""
         return self.output(rows, torch.arange(rows.shape[0])).log_probs
 
-    def output(
-        self, rows: Int[Tensor, "b l"], row_ids: Int[Tensor, "b"], need_hidden: bool = False
-    ) -> TeacherOutput:
+    def output(self, rows: Int[Tensor, "b l"], row_ids: Int[Tensor, "b"], need_hidden: bool = False) -> TeacherOutput:
         """Score rows; see :meth:`forward` for the errors.
 
         Raises:
@@ -228,9 +224,7 @@ class Teacher:
         return output
 
     @torch.inference_mode()
-    def forward(
-        self, rows: Int[Tensor, "b l"], row_ids: Int[Tensor, "b"], need_hidden: bool = False
-    ) -> RawLogits:
+    def forward(self, rows: Int[Tensor, "b l"], row_ids: Int[Tensor, "b"], need_hidden: bool = False) -> RawLogits:
         """The forward pass alone; on a GPU it may still be running when this returns.
 
         Args:
@@ -279,9 +273,7 @@ class Teacher:
             self.next_log_probs(row[:1, :1])
 
     @torch.inference_mode()
-    def next_log_probs(
-        self, tokens: Int[Tensor, "b n"], cache: Any = None
-    ) -> tuple[Float[Tensor, "b v"], Any]:
+    def next_log_probs(self, tokens: Int[Tensor, "b n"], cache: Any = None) -> tuple[Float[Tensor, "b v"], Any]:
         """The distribution of the token after the last one given, float32, nats, and the cache.
 
         Args:

@@ -18,15 +18,8 @@ from typing import Any
 CONFIG = Path(__file__).resolve().parents[1] / "configs" / "maze-demo.toml"
 NFE = (1, 2, 4, 8)
 NUM_SAMPLES, SAMPLE_SEED, NUM_SHOWN = 1000, 11, 12
-PLAIN = (
-    "model.noise.layers=[]",
-    "model.diffusion.fully_masked_share=0.0",
-    "model.diffusion.max_loss_weight=none",
-)
-STUDENTS = {
-    "without noise": ("--conditioning", "none", *(f"--set={setting}" for setting in PLAIN)),
-    "with noise": (),
-}
+PLAIN = ("model.noise.layers=[]", "model.diffusion.fully_masked_share=0.0", "model.diffusion.max_loss_weight=none")
+STUDENTS = {"without noise": ("--conditioning", "none", *(f"--set={setting}" for setting in PLAIN)), "with noise": ()}
 """Of one size and as many steps, each by the recipe that is best for it (1/t without noise)."""
 SAMPLING: dict[str, dict[str, Any]] = {
     "without noise": {"sampler": "ancestral", "decision": "categorical"},
@@ -110,9 +103,7 @@ def draw_way(axes: Any, task: Any, row: Sequence[int], colour: str) -> None:
     for y, line in enumerate(maze.rows):
         for x, cell in enumerate(line):
             face = "#4D4D4D" if cell == "#" else "#FAFAFA"
-            axes.add_patch(
-                Rectangle((x - 0.5, y - 0.5), 1, 1, facecolor=face, edgecolor="#CCCCCC", lw=0.8)
-            )
+            axes.add_patch(Rectangle((x - 0.5, y - 0.5), 1, 1, facecolor=face, edgecolor="#CCCCCC", lw=0.8))
     words = [task.words[token] for token in row[1:]]
     steps, fault = walked(maze, words)
     for number, ((from_y, from_x), (to_y, to_x)) in enumerate(steps):
@@ -196,9 +187,7 @@ def write_page(found: dict[str, Any], path: Path) -> None:
             samplers[str(nfe)] = make_sampler(settings.pop("sampler"), **settings)
         columns.append(passes.column_of(name, student, samplers, NUM_SHOWN, SAMPLE_SEED, read))
     first = task.words.index("<bos>")
-    columns.append(
-        passes.teacher_column(task.teacher, first, task.row_length, NUM_SHOWN, SAMPLE_SEED, read)
-    )
+    columns.append(passes.teacher_column(task.teacher, first, task.row_length, NUM_SHOWN, SAMPLE_SEED, read))
     passes.write_page(
         path,
         columns,

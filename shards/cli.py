@@ -26,8 +26,7 @@ from shards.store.writer import ShardWriter
 from shards.stream.stream import LaneOrder, Order, WholeOrder, lanes_for
 
 app = command_app(
-    no_args_is_help=True,
-    help="Look at stores of Gumbel posteriors, check them, make new ones from them.",
+    no_args_is_help=True, help="Look at stores of Gumbel posteriors, check them, make new ones from them."
 )
 Store = Annotated[str, typer.Argument(help="A store: folder or URL.")]
 Out = Annotated[str, typer.Option("--out", help="Where the new store goes: folder or URL.")]
@@ -39,9 +38,7 @@ MOST_SHARDS_OF_RATE = 64
 
 
 @app.command()
-def info(
-    store: Store, as_json: Annotated[bool, typer.Option("--json", help="Machine-readable.")] = False
-) -> None:
+def info(store: Store, as_json: Annotated[bool, typer.Option("--json", help="Machine-readable.")] = False) -> None:
     """What a store is, from which teacher and corpus, how large and how complete."""
     opened = ShardStore.find(store, allow_incomplete=True)
     description, costs = Description.of(opened), {}
@@ -145,9 +142,7 @@ def _pace_text(pace: Mapping[str, float | int | None]) -> str:
     return ", ".join(parts)
 
 
-def description_text(
-    found: Description, pace: Mapping[str, float | int | None] | None = None
-) -> str:
+def description_text(found: Description, pace: Mapping[str, float | int | None] | None = None) -> str:
     """A store's figures in a few aligned lines."""
     manifest, per_token = found.store.manifest, found.bytes_per_token
     splits, corpus = manifest.splits, manifest.tokens.get("corpus")
@@ -225,9 +220,9 @@ def show(
     row: Annotated[int, typer.Option(help="Row of the split, from 0.")] = 0,
     split: Annotated[str, typer.Option(help="Split.")] = "train",
     draw: Annotated[int, typer.Option(help="Which draw, for codecs that draw anew.")] = 0,
-    out: Annotated[
-        Path, typer.Option(help="What to write: a page, .html, and its picture, .png, beside it.")
-    ] = Path("row.html"),
+    out: Annotated[Path, typer.Option(help="What to write: a page, .html, and its picture, .png, beside it.")] = Path(
+        "row.html"
+    ),
 ) -> None:
     """One row made visible: each token's probability, its noise and rank, the alternatives."""
     from shards.tools.row_view import row_figure, row_page, view_row
@@ -252,9 +247,7 @@ def convert(
     store: Store,
     out: Out,
     codec: Annotated[str, typer.Option(help="seeded, topk, quantized or full.")],
-    overrides: Annotated[
-        list[str] | None, typer.Option("--set", help="Codec parameter, key=value.")
-    ] = None,
+    overrides: Annotated[list[str] | None, typer.Option("--set", help="Codec parameter, key=value.")] = None,
 ) -> None:
     """Turn stored distributions into one frozen draw of them. Resumes when interrupted."""
     from shards.tools.rewriting import convert as run
@@ -276,9 +269,7 @@ def subset(
     validation_rows: Annotated[
         int | None, typer.Option(help="First rows of validation to keep (all); 0 drops it.")
     ] = None,
-    splits: Annotated[
-        str | None, typer.Option(help="Splits to keep (all), with commas between.")
-    ] = None,
+    splits: Annotated[str | None, typer.Option(help="Splits to keep (all), with commas between.")] = None,
 ) -> None:
     """Keep the first rows: a row's number names its noise, so rows keep their places."""
     from shards.tools.rewriting import subset as run
@@ -308,9 +299,7 @@ def subset(
 
 
 @app.command()
-def merge(
-    stores: Annotated[list[str], typer.Argument(help="Stores of one extraction.")], out: Out
-) -> None:
+def merge(stores: Annotated[list[str], typer.Argument(help="Stores of one extraction.")], out: Out) -> None:
     """Gather the finished shards of several stores of one identity into one, byte for byte."""
     from shards.tools.rewriting import merge as run
 

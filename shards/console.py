@@ -15,15 +15,7 @@ from typing import Annotated, Any, Literal, cast
 
 import typer
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    Progress,
-    ProgressColumn,
-    Task,
-    TaskID,
-    TextColumn,
-    TimeRemainingColumn,
-)
+from rich.progress import BarColumn, Progress, ProgressColumn, Task, TaskID, TextColumn, TimeRemainingColumn
 from rich.table import Column
 from rich.text import Text
 
@@ -51,9 +43,7 @@ _chosen: dict[str, LogFormat] = {"log_format": "plain"}
 
 def command_app(**options: Any) -> typer.Typer:
     """A Typer app for :func:`run_command`, which tells what went wrong in one line."""
-    return typer.Typer(
-        add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None, **options
-    )
+    return typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None, **options)
 
 
 def use_log_format(log_format: LogFormat) -> None:
@@ -283,7 +273,4 @@ def without_library_bars(reports: bool = True) -> Iterator[None]:
 def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
     """The lines of a table: its first column to the left, the others to the right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return [
-        "  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]).rstrip()
-        for row in rows
-    ]
+    return ["  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]).rstrip() for row in rows]

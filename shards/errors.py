@@ -13,9 +13,7 @@ def visible(text: str) -> str:
 
     Names and settings that somebody else chose can then neither steer a terminal nor end a line.
     """
-    return "".join(
-        char if char.isprintable() else char.encode("unicode_escape").decode() for char in text
-    )
+    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
 
 
 class GdistillError(Exception):
@@ -34,13 +32,7 @@ class GdistillError(Exception):
     exit_code = 1
 
     def __init__(
-        self,
-        what: str,
-        *,
-        where: object = "",
-        got: object = "",
-        expected: object = "",
-        remedy: str = "",
+        self, what: str, *, where: object = "", got: object = "", expected: object = "", remedy: str = ""
     ) -> None:
         self.what, self.where, self.got = what, str(where), str(got)
         self.expected, self.remedy = str(expected), remedy
@@ -61,9 +53,7 @@ class IntegrityError(GdistillError):
     """Stored data are missing, truncated or altered; nothing was returned from them."""
 
 
-def did_you_mean(
-    name: str, known: Iterable[str], otherwise: str = "", *, cutoff: float = 0.4
-) -> str:
+def did_you_mean(name: str, known: Iterable[str], otherwise: str = "", *, cutoff: float = 0.4) -> str:
     """A remedy that names the known name nearest to ``name``; ``otherwise`` if none is near."""
     near = difflib.get_close_matches(name, list(known), n=1, cutoff=cutoff)
     return f"did you mean {near[0]!r}?" if near else otherwise

@@ -20,9 +20,7 @@ STOP_CHECK_SECONDS = 0.2
 INTERRUPTED = "interrupted; run the same command again to resume"
 
 
-def _without_traceback(
-    kind: type[BaseException], error: BaseException, trace: TracebackType | None
-) -> None:
+def _without_traceback(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     if issubclass(kind, KeyboardInterrupt):
         print(INTERRUPTED, file=sys.stderr)
     else:

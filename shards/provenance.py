@@ -36,9 +36,7 @@ def code_version() -> str:
 
 def _git(*words: str) -> str:
     try:
-        done = subprocess.run(
-            ["git", "-C", str(ROOT), *words], capture_output=True, text=True, check=True, timeout=10
-        )
+        done = subprocess.run(["git", "-C", str(ROOT), *words], capture_output=True, text=True, check=True, timeout=10)
     except (OSError, subprocess.SubprocessError):
         return ""
     return done.stdout.strip()

@@ -30,9 +30,7 @@ from shards.errors import UsageError, did_you_mean
 Config = TypeVar("Config")
 
 
-def setting(
-    default: Any = MISSING, meaning: str = "", *, within: str = "", factory: Any = MISSING
-) -> Any:
+def setting(default: Any = MISSING, meaning: str = "", *, within: str = "", factory: Any = MISSING) -> Any:
     """A field of a settings dataclass.
 
     Args:
@@ -101,9 +99,7 @@ def merge(base: Mapping[str, Any], update: Mapping[str, Any]) -> dict[str, Any]:
     return result
 
 
-def resolve(
-    config_class: type[Config], *sources: Mapping[str, Any], overrides: Iterable[str] = ()
-) -> Config:
+def resolve(config_class: type[Config], *sources: Mapping[str, Any], overrides: Iterable[str] = ()) -> Config:
     """Build a config from mappings (later wins) and override strings.
 
     Raises:

@@ -51,9 +51,7 @@ def settings_app(sections: Sequence[Section]) -> typer.Typer:
 
     @app.command()
     def settings(
-        part: Annotated[
-            str, typer.Argument(help="Only keys and titles that contain this, packing say.")
-        ] = "",
+        part: Annotated[str, typer.Argument(help="Only keys and titles that contain this, packing say.")] = "",
     ) -> None:
         """Print every setting of --set and --config with its default, type and meaning."""
         lines = table_lines(sections, part)

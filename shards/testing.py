@@ -71,9 +71,7 @@ def check_codec(codec: Codec, *, min_agreement: float = 0.0) -> None:
         return codec.decode(flat, tokens, own, position_keys(output, SEED, draw), resources)
 
     noise = decoded(arrays, 1)
-    first, again, other = (
-        dense_arrivals(n) for n in (noise, decoded(arrays, 1), decoded(arrays, 2))
-    )
+    first, again, other = (dense_arrivals(n) for n in (noise, decoded(arrays, 1), decoded(arrays, 2)))
     assert torch.equal(first, again), "the same draw must be the same noise"
     cut = dense_arrivals(decoded(codec.cut(arrays), 1))
     assert torch.equal(first, cut), "slots that no row uses must not matter"

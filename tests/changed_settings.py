@@ -12,9 +12,7 @@ from shards.errors import UsageError
 EXAMPLES: dict[type, Any] = {bool: True, int: 3, float: 0.5, str: "other", tuple: (), dict: {}}
 
 
-def changed(
-    config: Any, values: Mapping[str, Any] | None = None, prefix: str = ""
-) -> Iterator[tuple[str, Any]]:
+def changed(config: Any, values: Mapping[str, Any] | None = None, prefix: str = "") -> Iterator[tuple[str, Any]]:
     """(dotted name, the config with that one setting changed); None where it refuses the change.
 
     Args:

@@ -79,9 +79,7 @@ class Decorator(ast.NodeTransformer):
 
     def mark(self, node: Any, place: int) -> Any:
         self.generic_visit(node)
-        if not any(
-            isinstance(d, ast.Name) and d.id == "no_type_check" for d in node.decorator_list
-        ):
+        if not any(isinstance(d, ast.Name) and d.id == "no_type_check" for d in node.decorator_list):
             mark = ast.copy_location(ast.Name("__checked__", ast.Load()), node)
             node.decorator_list.insert(place, mark)
         return node
@@ -103,9 +101,7 @@ class CheckedLoader(SourceFileLoader):
 
 class CheckedFinder:
     @staticmethod
-    def find_spec(
-        name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
+    def find_spec(name: str, path: Sequence[str] | None = None, target: ModuleType | None = None) -> ModuleSpec | None:
         if name.partition(".")[0] not in PACKAGES:
             return None
         spec = PathFinder.find_spec(name, path, target)

@@ -39,9 +39,7 @@ def python(
     environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     environment["PYTHONPATH"] = str(path)
     command = [sys.executable, *map(str, words)]
-    return subprocess.run(
-        command, env=environment, cwd=cwd, input=told, capture_output=True, text=True
-    )
+    return subprocess.run(command, env=environment, cwd=cwd, input=told, capture_output=True, text=True)
 
 
 def main() -> None:

@@ -33,13 +33,11 @@ LAYERS = {
         "stream",
     )
 }
-MAX_CODE_LINES = 19_860
+MAX_CODE_LINES = 19_010
 """What there is today. The goal is 20,000: lower this with every cut, never raise it."""
 MAX_FILE_LINES = 700
 FILES = sorted(path for package in PACKAGES for path in (REPOSITORY / package).rglob("*.py"))
-ALL_FILES = FILES + [
-    f for name in ("tests", "benchmarks") for f in (REPOSITORY / name).rglob("*.py")
-]
+ALL_FILES = FILES + [f for name in ("tests", "benchmarks") for f in (REPOSITORY / name).rglob("*.py")]
 
 
 def relative(path: Path) -> str:

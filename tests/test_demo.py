@@ -32,9 +32,7 @@ MAZE = Maze(("...", "S#T"), (1, 0), (1, 2), (WAY,), 4)
         (("up", "right", "right", "left", "left"), 4, 3),
     ],
 )
-def test_a_way_is_drawn_up_to_its_first_fault(
-    words: tuple[str, ...], num_steps: int, fault: int | None
-) -> None:
+def test_a_way_is_drawn_up_to_its_first_fault(words: tuple[str, ...], num_steps: int, fault: int | None) -> None:
     steps, found = demo.walked(MAZE, words)
     assert (len(steps), found) == (num_steps, fault)
     ends = words.index("<eos>") if "<eos>" in words else len(words)

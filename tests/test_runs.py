@@ -138,9 +138,7 @@ def test_on_several_gpus_the_recipe_calls_the_same_commands(tmp_path: Path) -> N
         assert option(sample, "--num") == "5000" and option(sample, "--nucleus-p") == "0.9"
         assert ("--nfe" in sample) == ("/mdlm-" in sample[1])
         assert score[:2] == ["gdistill-eval", option(sample, "--out")]
-    assert {words[1] for words in scored[::2]} == {
-        option(trained[i], "--out") for i in (0, 2, 3, 5)
-    }
+    assert {words[1] for words in scored[::2]} == {option(trained[i], "--out") for i in (0, 2, 3, 5)}
 
 
 def test_a_stopped_training_stops_the_recipe(tmp_path: Path) -> None:

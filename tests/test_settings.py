@@ -154,8 +154,7 @@ def test_a_wrong_option_takes_one_line(error_of: Callable) -> None:
 
 
 @pytest.mark.parametrize(
-    ("error", "expected"),
-    [(KeyboardInterrupt(), (130, f"{INTERRUPTED}\n")), (typer.Exit(3), (3, ""))],
+    ("error", "expected"), [(KeyboardInterrupt(), (130, f"{INTERRUPTED}\n")), (typer.Exit(3), (3, ""))]
 )
 def test_a_command_that_is_interrupted_or_leaves_has_its_exit_code(
     error_of: Callable, error: BaseException, expected: tuple[int, str]
@@ -170,9 +169,7 @@ def test_a_command_that_is_interrupted_or_leaves_has_its_exit_code(
         assert error_of(work, []) == expected
 
 
-def test_only_the_first_of_many_processes_speaks(
-    monkeypatch: pytest.MonkeyPatch, error_of: Callable
-) -> None:
+def test_only_the_first_of_many_processes_speaks(monkeypatch: pytest.MonkeyPatch, error_of: Callable) -> None:
     monkeypatch.setenv("RANK", "1")
     settings = settings_app(EXTRACT)
     assert error_of(settings, ["settings", "zzz"], settings=settings) == (2, "")

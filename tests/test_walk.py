@@ -56,18 +56,14 @@ def commands(home: Path, student: str, conditioning: str, out: Path) -> list[lis
     return [[name, *map(str, words)] for name, words in named.items()]
 
 
-def test_one_store_serves_many_students_without_a_teacher(
-    home: Path, teacherless: str, tmp_path: Path
-) -> None:
+def test_one_store_serves_many_students_without_a_teacher(home: Path, teacherless: str, tmp_path: Path) -> None:
     blocked = python("-c", "import pipeline", path=teacherless)
     assert blocked.returncode != 0 and "must not need" in blocked.stderr
     before = ShardStore.open(home / "store").manifest.sha256
     students = [("mdlm", "none"), ("mdlm", "gumbel"), ("bd3lm", "gumbel")]
     outs = [tmp_path / "-".join(names) for names in students]
     lines = [
-        json.dumps(words)
-        for names, out in zip(students, outs, strict=True)
-        for words in commands(home, *names, out)
+        json.dumps(words) for names, out in zip(students, outs, strict=True) for words in commands(home, *names, out)
     ]
     done = python("-m", "tests.commands", path=teacherless, told="\n".join(lines))
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"

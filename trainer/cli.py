@@ -13,13 +13,7 @@ from typing import Annotated, Any
 
 import typer
 
-from shards.console import (
-    LogFormatOption,
-    command_app,
-    is_first_process,
-    run_command,
-    use_log_format,
-)
+from shards.console import LogFormatOption, command_app, is_first_process, run_command, use_log_format
 from shards.errors import UsageError
 from shards.settings import read_toml
 from shards.settings_table import Section, settings_app
@@ -35,9 +29,7 @@ InitOption = Annotated[
         "model of transformers (folder or hub id), whose network it then has."
     ),
 ]
-SetOption = Annotated[
-    list[str] | None, typer.Option("--set", help="key.path=value, e.g. training.num_steps=500")
-]
+SetOption = Annotated[list[str] | None, typer.Option("--set", help="key.path=value, e.g. training.num_steps=500")]
 PRESETS = "tiny, small, medium or maze."
 app = command_app(
     no_args_is_help=True,
@@ -55,21 +47,15 @@ def run(
     config: ConfigOption = None,
     conditioning: Annotated[str | None, typer.Option(help="none or gumbel.")] = None,
     kd: Annotated[
-        str | None,
-        typer.Option(help="none, token (KL to stored probabilities), or sequence (teacher's rows)"),
+        str | None, typer.Option(help="none, token (KL to stored probabilities), or sequence (teacher's rows)")
     ] = None,
     backbone: Annotated[
-        str | None,
-        typer.Option(help="Frozen causal LM below the student: the teacher of the shards."),
+        str | None, typer.Option(help="Frozen causal LM below the student: the teacher of the shards.")
     ] = None,
     init_from: InitOption = None,
     overrides: SetOption = None,
-    plan: Annotated[
-        bool, typer.Option("--plan", help="Print the memory that the run would hold; no more.")
-    ] = False,
-    processes: Annotated[
-        int | None, typer.Option(min=1, help="Processes that --plan is made for.")
-    ] = None,
+    plan: Annotated[bool, typer.Option("--plan", help="Print the memory that the run would hold; no more.")] = False,
+    processes: Annotated[int | None, typer.Option(min=1, help="Processes that --plan is made for.")] = None,
     log_format: LogFormatOption = "plain",
 ) -> None:
     """Train a student from a store; no teacher is needed."""
@@ -150,9 +136,7 @@ def _finish(training: Callable[[], Path]) -> None:
         raise
     leave()
     if is_first_process():
-        typer.echo(
-            f"wrote {model}\nnext: gdistill-sample {model.parent} --num 8 --out samples", err=True
-        )
+        typer.echo(f"wrote {model}\nnext: gdistill-sample {model.parent} --num 8 --out samples", err=True)
 
 
 @app.command()
@@ -180,9 +164,7 @@ def import_(
     """Convert one of the authors' released checkpoints."""
     from trainer.importing import import_checkpoint
 
-    made = import_checkpoint(
-        checkpoint, out, ema, row_length=row_length, block_size=block_size, tokenizer=tokenizer
-    )
+    made = import_checkpoint(checkpoint, out, ema, row_length=row_length, block_size=block_size, tokenizer=tokenizer)
     steps = "" if made.global_step is None else f" after {made.global_step:,} steps"
     typer.echo(
         f"wrote {out}: {made.student}, {made.num_parameters:,} parameters, "
@@ -195,9 +177,7 @@ def import_(
 def export(
     model: Annotated[Path, typer.Argument(help="A trained medusa student, RUN/model.")],
     out: Annotated[Path, typer.Option(help="Folder to write.")],
-    backbone: Annotated[
-        str | None, typer.Option(help="The model it stands on, if not where its config says.")
-    ] = None,
+    backbone: Annotated[str | None, typer.Option(help="The model it stands on, if not where its config says.")] = None,
 ) -> None:
     """Write a student as engines load it: vLLM's Medusa heads."""
     from trainer.loading import load_student

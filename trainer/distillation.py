@@ -67,10 +67,7 @@ def store_rows(
         text = ["tokens", *(COUNTED.keys() & store.manifest.arrays.keys())]
         reader = store.split(split, None if with_teacher else text)
         stream = ShardStream(
-            reader,
-            seed=seed or 0,
-            global_batch_size=min(ROWS_READ_TOGETHER, reader.num_rows),
-            shuffle=seed is not None,
+            reader, seed=seed or 0, global_batch_size=min(ROWS_READ_TOGETHER, reader.num_rows), shuffle=seed is not None
         )
         is_fresh, own = store.codec.is_fresh, store.manifest.noise_seed(split)
         noise_seed, epoch = derive_seed(seed or 0, "noise") if is_fresh else own, 0

@@ -207,9 +207,7 @@ def settings_from(
         "diffusion": {
             "schedule": setting(config, "noise.type", "loglinear"),
             "time_conditioning": setting(config, "algo.time_conditioning", False),
-            "loss_weighting": "rate"
-            if setting(config, "algo.mdlm_loss_scale", False)
-            else "schedule",
+            "loss_weighting": "rate" if setting(config, "algo.mdlm_loss_scale", False) else "schedule",
             "min_time": bounds[0],
             "max_time": bounds[1],
         },
@@ -292,12 +290,7 @@ def student_from(
     _require_memory(parameters)
     vocab_size = backbone["vocab_embed.embedding"].shape[0] - 1
     bos, eos = bos_and_eos or (vocab_size - 1, vocab_size - 1)
-    data = {
-        "vocab_size": vocab_size,
-        "row_length": length,
-        "bos_token_id": bos,
-        "eos_token_id": eos,
-    }
+    data = {"vocab_size": vocab_size, "row_length": length, "bos_token_id": bos, "eos_token_id": eos}
     student = STUDENTS[name](STUDENTS[name].config_class.build(settings, **data))
     _load_exactly(student, parameters, unexpected)
     return name, student.eval()
@@ -329,9 +322,7 @@ def _require_memory(parameters: Mapping[str, Tensor]) -> None:
     """Refuse tensors that claim more than is stored: a few bytes could ask for all memory."""
     values = parameters.values()
     claimed = sum(value.numel() * value.element_size() for value in values)
-    if all(
-        v.device.type == "cpu" and v.layout == torch.strided and not v.is_quantized for v in values
-    ):
+    if all(v.device.type == "cpu" and v.layout == torch.strided and not v.is_quantized for v in values):
         storages = [value.untyped_storage() for value in values]
         if claimed <= sum({each.data_ptr(): each.nbytes() for each in storages}.values()):
             return
@@ -339,9 +330,7 @@ def _require_memory(parameters: Mapping[str, Tensor]) -> None:
     raise GdistillError("not the weights of a model", got=got, expected=expected)
 
 
-def _load_exactly(
-    student: Student, parameters: Mapping[str, Tensor], unexpected: list[str]
-) -> None:
+def _load_exactly(student: Student, parameters: Mapping[str, Tensor], unexpected: list[str]) -> None:
     own = dict(student.named_parameters())
     missing = sorted(own.keys() - parameters.keys())
     unexpected = unexpected + sorted(parameters.keys() - own.keys())
@@ -389,9 +378,7 @@ def import_checkpoint(
         words = find_tokenizer(tokenizer, where=f"--tokenizer {tokenizer}")
     ends = None if words is None else (words.bos_token_id, words.eos_token_id)
     checkpoint = read_checkpoint(ckpt)
-    name, student = student_from(
-        checkpoint, ema=ema, row_length=row_length, block_size=block_size, bos_and_eos=ends
-    )
+    name, student = student_from(checkpoint, ema=ema, row_length=row_length, block_size=block_size, bos_and_eos=ends)
     if words is not None and len(words) != student.config.vocab_size:
         got, expected = f"{len(words):,} tokens", f"{student.config.vocab_size:,} as the student's"
         raise UsageError("not its tokenizer", where="--tokenizer", got=got, expected=expected)

@@ -13,12 +13,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig
 
 from shards.errors import UsageError, first_line
-from shards.language_model.loading import (
-    PretrainedFiles,
-    find_pretrained,
-    load_causal_model,
-    looks_local,
-)
+from shards.language_model.loading import PretrainedFiles, find_pretrained, load_causal_model, looks_local
 from shards.store.manifest import Manifest
 from shards.store.store import ShardStore
 from trainer.students.backbone import attention_window
@@ -29,13 +24,7 @@ from trainer.students.registry import Student
 
 OWN_TYPES = "gdistill-"
 """What model types of ours begin with."""
-NO_PART_OF_THE_NETWORK = {
-    "_name_or_path",
-    "architectures",
-    "dtype",
-    "transformers_version",
-    "use_cache",
-}
+NO_PART_OF_THE_NETWORK = {"_name_or_path", "architectures", "dtype", "transformers_version", "use_cache"}
 TOLERANCE = 1e-4
 """How far logits may lie from the model's own by rounding, as a share of their spread."""
 STORE_BUFFERS = {"time_bounds", "conditioner.unigram_log_probs"}
@@ -81,9 +70,7 @@ def is_language_model(place: str | Path) -> bool:
     return find_source(place).language_model is not None
 
 
-def network_settings(
-    place: str | Path | None, kind: type[Student], run_folder: Path | None = None
-) -> dict[str, Any]:
+def network_settings(place: str | Path | None, kind: type[Student], run_folder: Path | None = None) -> dict[str, Any]:
     """Settings of a student that starts there, as a source of ``compose_run``.
 
     Args:
@@ -182,10 +169,7 @@ def load_student_weights(student: Student, directory: Path, manifest: Manifest) 
     for name in ("vocab_size", "row_length"):
         ours, theirs = getattr(source.config, name), getattr(manifest, name)
         if ours != theirs:
-            what, expected = (
-                f"the student has another {name} than the store",
-                f"the store's {theirs}",
-            )
+            what, expected = (f"the student has another {name} than the store", f"the store's {theirs}")
             remedy = "extract with the tokenizer and row length the student was trained with"
             raise UsageError(what, where=where, got=ours, expected=expected, remedy=remedy)
     got, expected = source.config.frozen, student.config.frozen
@@ -306,9 +290,7 @@ def _fill(target: Tensor, known: Tensor, mask: Tensor) -> None:
 
 
 @torch.no_grad()
-def _difference(
-    backbone: DecoderBackbone, model: Any, files: PretrainedFiles, length: int
-) -> float:
+def _difference(backbone: DecoderBackbone, model: Any, files: PretrainedFiles, length: int) -> float:
     """How far the student's logits lie from the model's over a whole row that attends to the left.
 
     A share of their spread, at the worst position. A network that does more than its layers and its

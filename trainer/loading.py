@@ -18,9 +18,7 @@ from trainer.students.folder import open_model
 from trainer.students.registry import Student
 
 
-def load_student(
-    path: str | Path, device: torch.device | str = "cpu", backbone: str | None = None
-) -> Student:
+def load_student(path: str | Path, device: torch.device | str = "cpu", backbone: str | None = None) -> Student:
     """A student in evaluation mode, float32, with every weight from the file.
 
     >>> student = trainer.load_student("out/maze/mdlm")

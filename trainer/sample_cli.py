@@ -14,9 +14,7 @@ from shards.errors import UsageError
 from shards.settings_table import Section, settings_app
 from trainer.sampling.registry import SAMPLERS
 
-SETTINGS = tuple(
-    Section(f"--sampler {name}", target, waits_for_torch=True) for name, target in SAMPLERS.items()
-)
+SETTINGS = tuple(Section(f"--sampler {name}", target, waits_for_torch=True) for name, target in SAMPLERS.items())
 DEFAULT_NUM = 64
 app = command_app()
 
@@ -26,35 +24,25 @@ def sample(
     checkpoint: Annotated[str, typer.Argument(help="Model, the --out of a training, or a hub id.")],
     out: Annotated[Path, typer.Option(help="Folder of the samples.")] = Path("samples"),
     num: Annotated[int | None, typer.Option(help="Samples (64; or one per prompt or row).")] = None,
-    nfe: Annotated[
-        str | None, typer.Option(help="Forward passes per sequence; 8,16,32 writes a file each.")
-    ] = None,
+    nfe: Annotated[str | None, typer.Option(help="Forward passes per sequence; 8,16,32 writes a file each.")] = None,
     passes_per_block: Annotated[
         str | None, typer.Option(help="block: forward passes of each block instead of --nfe.")
     ] = None,
     sampler: Annotated[str | None, typer.Option(help=f"{', '.join(SAMPLERS)}.")] = None,
     nucleus_p: Annotated[float | None, typer.Option(help="Nucleus p (1 = off).")] = None,
-    nucleus_rule: Annotated[
-        str | None, typer.Option(help="strict (the authors') or crossing (transformers').")
-    ] = None,
+    nucleus_rule: Annotated[str | None, typer.Option(help="strict (the authors') or crossing (transformers').")] = None,
     top_k: Annotated[int | None, typer.Option(help="Most probable tokens kept (all).")] = None,
-    temperature: Annotated[
-        float | None, typer.Option(help="Divides the log-probabilities (1 = off).")
-    ] = None,
+    temperature: Annotated[float | None, typer.Option(help="Divides the log-probabilities (1 = off).")] = None,
     tau: Annotated[float | None, typer.Option(help="Scale of the Gumbel noise (0.85).")] = None,
     decision: Annotated[str | None, typer.Option(help="categorical draws, or argmax.")] = None,
-    verifier: Annotated[
-        str | None, typer.Option(help="apd, coupled: a causal LM of the same tokenizer.")
-    ] = None,
+    verifier: Annotated[str | None, typer.Option(help="apd, coupled: a causal LM of the same tokenizer.")] = None,
     seed: Annotated[int, typer.Option(help="With the sample index it names all randomness.")] = 0,
     batch_size: Annotated[int, typer.Option(help="Samples at a time; changes no sample.")] = 32,
     length: Annotated[int | None, typer.Option(help="Tokens per sample; the row's.")] = None,
     prompt: Annotated[str | None, typer.Option(help="Text that every sample begins with.")] = None,
     prompt_file: Annotated[Path | None, typer.Option(help="One prompt per line.")] = None,
     infill: Annotated[Path | None, typer.Option(help=".jsonl of rows with open positions.")] = None,
-    stop_at_eos: Annotated[
-        bool, typer.Option("--stop-at-eos", help="Variable length: a sample ends at eos.")
-    ] = False,
+    stop_at_eos: Annotated[bool, typer.Option("--stop-at-eos", help="Variable length: a sample ends at eos.")] = False,
     min_entropy: Annotated[
         float | None, typer.Option(help="Draw anew below this entropy (nats, last 256 tokens).")
     ] = None,
@@ -63,12 +51,8 @@ def sample(
     backbone: Annotated[
         str | None, typer.Option(help="Where the student's frozen language model is, if moved.")
     ] = None,
-    settings: Annotated[
-        list[str] | None, typer.Option("--set", help="Further sampler settings, key=value.")
-    ] = None,
-    sweep: Annotated[
-        str | None, typer.Option(help="nucleus_p=0.7,0.8: a folder OUT/nucleus_p=0.7 for each.")
-    ] = None,
+    settings: Annotated[list[str] | None, typer.Option("--set", help="Further sampler settings, key=value.")] = None,
+    sweep: Annotated[str | None, typer.Option(help="nucleus_p=0.7,0.8: a folder OUT/nucleus_p=0.7 for each.")] = None,
     log_format: LogFormatOption = "plain",
 ) -> None:
     """Draw samples. The same command resumes an interrupted run.
@@ -87,9 +71,7 @@ def sample(
     exclude(nfe=nfe, passes_per_block=passes_per_block)
     exclude(prompt=prompt, prompt_file=prompt_file, infill=infill)
     exclude("a row to infill has its own length", infill=infill, length=length)
-    counted, text = (
-        ("nfe", nfe) if passes_per_block is None else ("passes_per_block", passes_per_block)
-    )
+    counted, text = ("nfe", nfe) if passes_per_block is None else ("passes_per_block", passes_per_block)
     budgets = parse_budgets(f"--{counted.replace('_', '-')}", text)
     options: dict[str, Any] = {
         "nucleus_p": nucleus_p,
@@ -108,9 +90,7 @@ def sample(
     rows = command.rows_to_fill(loaded, length, prompt, prompt_file, infill)
     is_one_per_row = prompt_file is not None or infill is not None
     is_unconditional = prompt is None and not is_one_per_row
-    variants = command.sampler_variants(
-        loaded, sampler, given(**options), settings or (), sweep, counted, budgets
-    )
+    variants = command.sampler_variants(loaded, sampler, given(**options), settings or (), sweep, counted, budgets)
     runs = [
         command.SampleRun(
             loaded=loaded,

@@ -99,9 +99,7 @@ def two_stage_parts(
     return Parts(plain, run_of(merge(layered([preset, own, *chosen], overrides), decided)))
 
 
-def train_two_stage(
-    parts: Parts, store: str | Path, out: Path, init_from: Path | None = None
-) -> Path:
+def train_two_stage(parts: Parts, store: str | Path, out: Path, init_from: Path | None = None) -> Path:
     """Train both parts, the first in ``out/plain``; the same call goes on where one was stopped.
 
     Args:

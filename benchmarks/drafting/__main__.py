@@ -248,8 +248,7 @@ def main(path: str) -> None:
         "lines": lines,
         "given the earlier tokens": given,
         "ratios": {
-            f"{over} / {under}": tokens_per_pass(decoded[over], decoded[under])
-            for over, under in settings["ratios"]
+            f"{over} / {under}": tokens_per_pass(decoded[over], decoded[under]) for over, under in settings["ratios"]
         },
         "seconds": times,
     }

@@ -122,12 +122,7 @@ class Drafter(nn.Module):
     """
 
     def __init__(
-        self,
-        form: Form,
-        target: Target,
-        ids: Int[Tensor, "v"],
-        log_q: Float[Tensor, "v"],
-        slots: int,
+        self, form: Form, target: Target, ids: Int[Tensor, "v"], log_q: Float[Tensor, "v"], slots: int
     ) -> None:
         super().__init__()
         self.form, self.shape, self.slots = form, target.shape, slots
@@ -176,10 +171,7 @@ class Drafter(nn.Module):
         return uniform(xi)[..., None] if self.form.noise == "uniform" else xi[..., self.ids]
 
     def forward(
-        self,
-        prefix: Prefix,
-        noise: Tensor | None,
-        given: Int[Tensor, "b a k"] | None = None,
+        self, prefix: Prefix, noise: Tensor | None, given: Int[Tensor, "b a k"] | None = None
     ) -> Float[Tensor, "b a k v"]:
         """Logits of the k slots.
 
@@ -251,12 +243,7 @@ class Drafter(nn.Module):
         return torch.cat(logits, 2)
 
     def grow(
-        self,
-        prefix: Prefix,
-        tokens: Int[Tensor, "b a s"],
-        slot: int,
-        own: Bool[Tensor, "b a s j"],
-        grown: Grown | None,
+        self, prefix: Prefix, tokens: Int[Tensor, "b a s"], slot: int, own: Bool[Tensor, "b a s j"], grown: Grown | None
     ) -> tuple[Float[Tensor, "b a s v"], Grown]:
         """One step of ``steps`` for s paths: logits behind their tokens, and what was computed.
 
@@ -278,9 +265,7 @@ class Drafter(nn.Module):
             every.append(own_keys)
         return self._logits(row), Grown(row, every)
 
-    def read(
-        self, tokens: Int[Tensor, "b l"], cache: Cache | None = None
-    ) -> Float[Tensor, "b l v"]:
+    def read(self, tokens: Int[Tensor, "b l"], cache: Cache | None = None) -> Float[Tensor, "b l v"]:
         """Of ``small``: logits behind every token, and its own keys of them into ``cache``."""
         start = 0 if cache is None else cache.lengths[:, None]
         places = (start + torch.arange(tokens.shape[1])).expand(tokens.shape)

@@ -23,14 +23,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from benchmarks.drafting.drafters import Drafter, Prefix
-from benchmarks.drafting.target import (
-    Cache,
-    Target,
-    at_quantile,
-    own_text,
-    row_noise,
-    uniform,
-)
+from benchmarks.drafting.target import Cache, Target, at_quantile, own_text, row_noise, uniform
 
 
 @dataclass(frozen=True)
@@ -115,9 +108,7 @@ def tree_proposer(drafter: Drafter, nodes: int, width: int, *, blind: bool = Fal
     return propose
 
 
-def sampled_tree_proposer(
-    drafter: Drafter, nodes: int, ranks: Sequence[Sequence[float]]
-) -> Propose:
+def sampled_tree_proposer(drafter: Drafter, nodes: int, ranks: Sequence[Sequence[float]]) -> Propose:
     """A tree of draws without replacement, for the recursive rejection rule.
 
     Its shape is fixed: the ``nodes`` places that are most probable to be reached when the r-th
@@ -131,9 +122,7 @@ def sampled_tree_proposer(
     for _ in range(nodes):
         inner = [(place, p) for place, p in places.items() if len(place) < drafter.slots]
         free = {
-            (*place, r): p * rank
-            for place, p in inner
-            for r, rank in enumerate(ranks[min(len(place), len(ranks) - 1)])
+            (*place, r): p * rank for place, p in inner for r, rank in enumerate(ranks[min(len(place), len(ranks) - 1)])
         }
         best = max(free.keys() - places, key=free.__getitem__)
         places[best] = free[best]
@@ -221,9 +210,7 @@ def decode(
     last = p + tokens + 2 * slots + room
     xi = torch.stack([row_noise(seed, first_row + i, (last, target.vocab_size)) for i in range(n)])
     keys = [np.random.Philox(key=[seed, 2**40 + first_row + i]) for i in range(n)]
-    draws = torch.tensor(
-        np.stack([np.random.Generator(key).random((last, 8), dtype=np.float32) for key in keys])
-    )
+    draws = torch.tensor(np.stack([np.random.Generator(key).random((last, 8), dtype=np.float32) for key in keys]))
     text = torch.zeros(n, last, dtype=torch.long)
     text[:, :p] = prompts
     cache = Cache.empty(len(target.layers), target.shape, n, last)
@@ -334,10 +321,7 @@ def _walk_rejecting(
 
 
 def _standard(
-    logits: Float[Tensor, "b k1 v"],
-    drafts: Drafts,
-    accept: Float[Tensor, "b k1"],
-    again: Float[Tensor, "b k1"],
+    logits: Float[Tensor, "b k1 v"], drafts: Drafts, accept: Float[Tensor, "b k1"], again: Float[Tensor, "b k1"]
 ) -> tuple[Int[Tensor, "b k1"], Tensor]:
     """The token that replaces each draft if it is refused, and which drafts are kept."""
     p = logits.softmax(-1)
@@ -359,9 +343,7 @@ def pooled(parts: list[Decoded]) -> Decoded:
     return Decoded(*rows, sum(p.reached for p in parts), sum(p.kept for p in parts))  # type: ignore[arg-type]
 
 
-def tokens_per_pass(
-    parts: list[Decoded], under: list[Decoded] | None = None, draws: int = 2000
-) -> list[float]:
+def tokens_per_pass(parts: list[Decoded], under: list[Decoded] | None = None, draws: int = 2000) -> list[float]:
     """Tokens per target pass (over those of ``under``) and the 95% interval.
 
     A bootstrap over prompts, the same for both, and over the seeds of each.
@@ -381,9 +363,7 @@ def tokens_per_pass(
 
 
 @torch.no_grad()
-def agreement(
-    target: Target, drafter: Drafter, prompts: Int[Tensor, "n p"], seed: int
-) -> dict[str, float]:
+def agreement(target: Target, drafter: Drafter, prompts: Int[Tensor, "n p"], seed: int) -> dict[str, float]:
     """How often a drafter that is given the true earlier tokens meets the target's token.
 
     Mean over slots and texts of the target: 1 - TV, what rejection keeps; (1 - TV) / (1 + TV), the
@@ -413,11 +393,7 @@ def agreement(
 
 @torch.no_grad()
 def seconds(
-    target: Target,
-    work: dict[str, tuple[Propose | None, int]],
-    prompt: Int[Tensor, "p"],
-    batch: int,
-    repeats: int,
+    target: Target, work: dict[str, tuple[Propose | None, int]], prompt: Int[Tensor, "p"], batch: int, repeats: int
 ) -> dict[str, float]:
     """Least seconds of a draft, or of a target's pass (no proposer) over so many rows, in turns.
 

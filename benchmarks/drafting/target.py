@@ -143,10 +143,7 @@ class Target(nn.Module):
         return rows * (len(self.layers) * self.shape.flops(context) + head)
 
     def read(
-        self,
-        tokens: Int[Tensor, "b s"],
-        cache: Cache | None = None,
-        behind: Bool[Tensor, "b s s"] | None = None,
+        self, tokens: Int[Tensor, "b s"], cache: Cache | None = None, behind: Bool[Tensor, "b s s"] | None = None
     ) -> tuple[Float[Tensor, "b s v"], Float[Tensor, "b s w2"]]:
         """Logits behind the tokens, and the states that drafters read.
 
@@ -224,9 +221,7 @@ def at_quantile(law: Float[Tensor, "*n v"], quantile: Float[Tensor, "*n"]) -> In
 
 
 @torch.no_grad()
-def own_text(
-    target: Target, prompts: Int[Tensor, "b p"], length: int, seed: int, first_row: int
-) -> Int[Tensor, "b l"]:
+def own_text(target: Target, prompts: Int[Tensor, "b p"], length: int, seed: int, first_row: int) -> Int[Tensor, "b l"]:
     """The prompts, continued to ``length`` tokens by argmax(l + xi) with :func:`row_noise`."""
     b, p = prompts.shape
     rows = range(first_row, first_row + b)

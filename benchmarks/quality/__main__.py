@@ -89,9 +89,7 @@ def make_stores(plan: Plan, home: Path, words: Sequence[str]) -> dict[str, Path]
     return stores
 
 
-def train(
-    plan: Plan, runs: list[Run], stores: Mapping[str, Path], home: Path, parallel: int
-) -> None:
+def train(plan: Plan, runs: list[Run], stores: Mapping[str, Path], home: Path, parallel: int) -> None:
     """Train what is not trained; those that others start from come first."""
     runs = [run for run in runs if run.recipe.student_of is None]
     for depth in sorted({plan.depth(run.recipe) for run in runs}):

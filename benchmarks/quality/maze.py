@@ -105,7 +105,6 @@ def _own(seeds: Sequence[Mapping[str, Cell]]) -> str:
 
 def _success(cells: Sequence[Cell]) -> str:
     return ", ".join(
-        f"{100 * cell['success']:.1f} [{100 * cell['interval_95'][0]:.1f}, "
-        f"{100 * cell['interval_95'][1]:.1f}]"
+        f"{100 * cell['success']:.1f} [{100 * cell['interval_95'][0]:.1f}, {100 * cell['interval_95'][1]:.1f}]"
         for cell in cells
     )

@@ -75,9 +75,7 @@ class StoreWords:
 
     def __post_init__(self) -> None:
         if bool(self.extract) == bool(self.convert):
-            raise UsageError(
-                "a store is extracted or converted", where=self.name, got="both or none"
-            )
+            raise UsageError("a store is extracted or converted", where=self.name, got="both or none")
 
 
 @dataclass(frozen=True)

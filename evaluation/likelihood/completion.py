@@ -149,11 +149,7 @@ class CompletionScorer:
         return masked, weights
 
     def _predict(
-        self,
-        tokens: Int[Tensor, "b l"],
-        masked: Bool[Tensor, "b l"],
-        row_ids: Sequence[int],
-        draw: int,
+        self, tokens: Int[Tensor, "b l"], masked: Bool[Tensor, "b l"], row_ids: Sequence[int], draw: int
     ) -> tuple[Float[Tensor, "b l"], Bool[Tensor, "b"]]:
         """log p of the masked tokens (0 elsewhere), and whether each is the most probable there."""
         student = self.student

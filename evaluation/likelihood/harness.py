@@ -122,17 +122,12 @@ class GdistillLM(TemplateLM):
         first = self.student.config.first_token_id
         return self.eot_token_id if first is None else first
 
-    def tok_encode(
-        self, string: str, add_special_tokens: bool | None = None, **kwargs: Any
-    ) -> list[int]:
+    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
         """Token ids of a text, without anything in front."""
         return self.tokenizer.encode(string, add_special_tokens=False)
 
     def _loglikelihood_tokens(
-        self,
-        requests: list[tuple[tuple[str, str], list[int], list[int]]],
-        disable_tqdm: bool = False,
-        **kwargs: Any,
+        self, requests: list[tuple[tuple[str, str], list[int], list[int]]], disable_tqdm: bool = False, **kwargs: Any
     ) -> list[tuple[float, bool]]:
         rows = [self._row(context, completion) for _, context, completion in requests]
         order = sorted(range(len(rows)), key=lambda number: (len(rows[number][0]), number))

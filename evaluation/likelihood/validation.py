@@ -136,12 +136,7 @@ def validation_perplexity(
     prefix = "conditional_" if noise == "posterior" else ""
     return Score.of(
         f"{prefix}validation_perplexity",
-        PerSample(
-            tuple(range(len(nats))),
-            tuple(nats.tolist()),
-            tuple(counts.tolist()),
-            is_exponential=True,
-        ),
+        PerSample(tuple(range(len(nats))), tuple(nats.tolist()), tuple(counts.tolist()), is_exponential=True),
         settings={
             "data": data.name,
             "data_fingerprint": data.fingerprint,
@@ -173,9 +168,7 @@ def _check(student: Student, data: DataRows, noise: NoiseSource, store: Path | N
         raise UsageError(what, where=where, got=got, expected=expected)
 
 
-def _stored(
-    store: ShardStore, split: str, part: range, draw: int, seed: int, device: torch.device
-) -> Batch:
+def _stored(store: ShardStore, split: str, part: range, draw: int, seed: int, device: torch.device) -> Batch:
     """Rows of a store with the teacher's noise."""
     make = BatchMaker(store, split, seed, device, with_noise=True)
     arrays = store.split(split, make.arrays).read_rows(part.start, part.stop)
@@ -184,16 +177,12 @@ def _stored(
     return make(RowBatch(tensors, ids, slots, len(part), draw, 0), 0)
 
 
-def _plain(
-    student: Student, data: DataRows, part: range, draw: int, seed: int, noise: NoiseSource
-) -> Batch:
+def _plain(student: Student, data: DataRows, part: range, draw: int, seed: int, noise: NoiseSource) -> Batch:
     """Rows without noise, or with the prior's."""
     device = student.device
     tokens = torch.from_numpy(data.rows[part.start : part.stop]).to(device)
     ids, length = torch.tensor(part, device=device), tokens.shape[1]
-    counted = (
-        None if data.counted is None else torch.from_numpy(data.counted[part.start : part.stop])
-    )
+    counted = None if data.counted is None else torch.from_numpy(data.counted[part.start : part.stop])
     return Batch(
         tokens=tokens,
         token_log_probs=torch.zeros(tokens.shape, device=device),

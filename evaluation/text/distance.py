@@ -35,9 +35,7 @@ Rows = Sequence[Sequence[int]] | Int[np.ndarray, "_ _"]
 MORE_SAMPLES = f"gdistill-sample --num {4 * MIN_SAMPLES}, or score without --reference"
 
 
-def require_enough(
-    num: int, where: object, least: int = MIN_SAMPLES, remedy: str = MORE_SAMPLES
-) -> None:
+def require_enough(num: int, where: object, least: int = MIN_SAMPLES, remedy: str = MORE_SAMPLES) -> None:
     """Refuse sets too small for a distance to say anything.
 
     Raises:
@@ -127,9 +125,7 @@ def _distances(x: Vectors, y: Float[np.ndarray, "m d"]) -> Float[np.ndarray, "n 
     return found
 
 
-def typicality_gap(
-    x: Vectors, fitted: Float[np.ndarray, "m d"], typical: Float[np.ndarray, "k d"]
-) -> Estimate:
+def typicality_gap(x: Vectors, fitted: Float[np.ndarray, "m d"], typical: Float[np.ndarray, "k d"]) -> Estimate:
     """How unlike text the samples' mean Mahalanobis distance is: |E d(x) / E d(typical) - 1|.
 
     d is the distance from the Gaussian fitted to ``fitted``, with a ridge of 1e-3 of its mean
@@ -140,8 +136,7 @@ def typicality_gap(
     covariance += np.eye(len(covariance)) * 1e-3 * np.trace(covariance) / len(covariance)
     inverse = np.linalg.inv(covariance)
     ours, theirs = (
-        np.sqrt(np.einsum("nd,de,ne->n", rows - mean, inverse, rows - mean, optimize=True))
-        for rows in (x, typical)
+        np.sqrt(np.einsum("nd,de,ne->n", rows - mean, inverse, rows - mean, optimize=True)) for rows in (x, typical)
     )
     return jackknife(lambda kept: abs(ours[kept].mean() / theirs.mean() - 1), len(x))
 
@@ -268,9 +263,7 @@ def entropy_score(sequences: Rows, indices: Sequence[int] | None = None) -> Scor
     )
 
 
-def naive_samples(
-    text: Int[np.ndarray, "n l"], num: int, seed: int = 0
-) -> dict[str, Int[np.ndarray, "k l"]]:
+def naive_samples(text: Int[np.ndarray, "n l"], num: int, seed: int = 0) -> dict[str, Int[np.ndarray, "k l"]]:
     """Samplers without a parameter that win perplexity or entropy: what a score must put last.
 
     Returns:

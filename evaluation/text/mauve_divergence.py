@@ -30,12 +30,7 @@ SCALING, MIXTURES, NUM_RESAMPLED = 5, 25, 200
 
 
 def mauve_score(
-    judge: JudgeModel,
-    samples: TextFeatures,
-    references: TextFeatures,
-    *,
-    max_tokens: int,
-    seeds: Sequence[int] = SEEDS,
+    judge: JudgeModel, samples: TextFeatures, references: TextFeatures, *, max_tokens: int, seeds: Sequence[int] = SEEDS
 ) -> Score:
     """MAUVE (Pillutla et al. 2021) through mauve-text, averaged over k-means seeds.
 
@@ -155,9 +150,7 @@ class TextFeatures:
         return TextFeatures(values, means, self.gradients[places], self.num_tokens[places])
 
 
-def text_features(
-    judge: JudgeModel, texts: Sequence[str], max_tokens: int, folder: Path | None = None
-) -> TextFeatures:
+def text_features(judge: JudgeModel, texts: Sequence[str], max_tokens: int, folder: Path | None = None) -> TextFeatures:
     """Features of texts, from ``folder`` where the same texts were read before.
 
     Texts are tokenized as mauve-text does: with the tokenizer's own special tokens, truncated.

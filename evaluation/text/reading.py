@@ -31,14 +31,7 @@ from evaluation.score import PerSample, Score
 from shards.atomic import append_line, canonical_json, whole_lines
 from shards.console import progress_bar
 from shards.errors import GdistillError, UsageError
-from shards.language_model.forward import (
-    BatchSize,
-    allow_tf32,
-    in_batches,
-    largest_batch,
-    memory_bytes,
-    resolve_device,
-)
+from shards.language_model.forward import BatchSize, allow_tf32, in_batches, largest_batch, memory_bytes, resolve_device
 from shards.language_model.loading import find_pretrained, find_tokenizer, load_causal_model
 from trainer.sampling.noise import TokenRule, truncate_to_nucleus
 
@@ -138,9 +131,7 @@ def surprise_pieces(judge: JudgeModel, text: str, reading: JudgedText) -> list[P
     return [piece for piece in [*pieces, (text[rest:], None)] if piece[0]]
 
 
-def token_spans(
-    judge: JudgeModel, text: str, reading: JudgedText
-) -> list[tuple[int, int, float | None]]:
+def token_spans(judge: JudgeModel, text: str, reading: JudgedText) -> list[tuple[int, int, float | None]]:
     """(start, end, nats) of each token of the judge; nats are None where it does not count.
 
     Characters between two tokens (spaces that a tokenizer skips) belong to the later one, so spans
@@ -149,9 +140,7 @@ def token_spans(
     """
     if not judge.tokenizer.is_fast:
         return []
-    encoded = judge.tokenizer(
-        text, add_special_tokens=False, return_offsets_mapping=True, verbose=False
-    )
+    encoded = judge.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
     spans, start = [], 0
     read = zip(encoded["offset_mapping"], reading.nll_nats, reading.counted, strict=False)
     for (_, end), nats, counted in read:
@@ -428,10 +417,7 @@ def reading_limits(judge: JudgeModel, stride: int | None, max_tokens: int | None
 
 
 def read_texts(
-    judge: JudgeModel,
-    texts: Sequence[str],
-    limits: ReadingLimits,
-    memory: JudgeMemory | None = None,
+    judge: JudgeModel, texts: Sequence[str], limits: ReadingLimits, memory: JudgeMemory | None = None
 ) -> list[JudgedText]:
     """What the judge makes of each text, after retokenizing it with the judge's own tokenizer.
 
@@ -448,10 +434,7 @@ def read_texts(
     new = [text for text in dict.fromkeys(texts) if text not in memory]
     # verbose=False: the tokenizer would warn of a text longer than the context; windows read it.
     words: dict[str, bool] = {"add_special_tokens": False, "verbose": False}
-    encoded = [
-        [judge.document_start_id, *judge.tokenizer.encode(text, **words)][: limits.max_tokens]
-        for text in new
-    ]
+    encoded = [[judge.document_start_id, *judge.tokenizer.encode(text, **words)][: limits.max_tokens] for text in new]
     if not new:
         return [memory[text] for text in texts]
     with progress_bar("perplexity", sum(map(len, encoded))) as bar:
@@ -484,15 +467,11 @@ def _read(judge: JudgeModel, rows: list[list[int]], limits: ReadingLimits) -> li
             got = f"{int((~nats[own].isfinite()).sum())} of {len(row)} tokens of a text"
             expected, remedy = "finite weights and logits", "check the judge's weights"
             raise GdistillError(what, where=judge.name, got=got, expected=expected, remedy=remedy)
-        found.append(
-            JudgedText(tuple(row[own]), tuple(nats[own].tolist()), tuple(flags[own].tolist()))
-        )
+        found.append(JudgedText(tuple(row[own]), tuple(nats[own].tolist()), tuple(flags[own].tolist())))
     return found
 
 
-def clean_logits(
-    model: Any, rows: Sequence[list[int]], vocab_size: int
-) -> Iterator[tuple[int, Float[Tensor, "l v"]]]:
+def clean_logits(model: Any, rows: Sequence[list[int]], vocab_size: int) -> Iterator[tuple[int, Float[Tensor, "l v"]]]:
     """(Number of a row, float32 logits of the token behind each of its positions), one pass each.
 
     Rows of like length go together; what stands behind a row's end is seen by none of it.
@@ -623,9 +602,7 @@ def summarise(per_sample: PerSample, num_empty: int, settings: dict[str, Any]) -
         "num_tokens": int(counts.sum()),
         "num_empty": num_empty,
     }
-    return Score.of(
-        "generative_perplexity", per_sample, settings=settings, details=details, cautions=cautions
-    )
+    return Score.of("generative_perplexity", per_sample, settings=settings, details=details, cautions=cautions)
 
 
 @dataclass(frozen=True)

@@ -143,9 +143,7 @@ class Ruler:
         UsageError: For too few samples or rows of text.
     """
 
-    def __init__(
-        self, text: ReferenceText, num_samples: int, judging: Judging | None, kept: Path | None
-    ) -> None:
+    def __init__(self, text: ReferenceText, num_samples: int, judging: Judging | None, kept: Path | None) -> None:
         require_enough(num_samples, "samples")
         more = "hold out more rows (corpus.validation_fraction), or give a file of texts"
         require_enough(len(text.rows), text.source, 2 * MIN_SAMPLES, more)
@@ -188,17 +186,13 @@ class Ruler:
         found = {"energy_distance": energy_distance(ngram_vectors(rows), self.vectors)}
         if features is not None:
             states, typical = (part.means.astype(np.float64) for part in (features, self._typical))
-            found["frechet_distance"] = jackknife(
-                lambda kept: frechet_distance(states[kept], self.states), len(states)
-            )
+            found["frechet_distance"] = jackknife(lambda kept: frechet_distance(states[kept], self.states), len(states))
             gradients = features.gradients.astype(np.float64)
             found["gradient_moment"] = gradient_moment(gradients, self.gradients)
             found["typicality_gap"] = typicality_gap(states, self.states, typical)
         repeated = np.array([repetition_share(row) for row in rows])
         found["repeated_4_grams"] = jackknife(lambda kept: repeated[kept].mean(), len(rows))
-        found["distinct_beginnings"] = jackknife(
-            lambda kept: distinct_beginnings(_some(rows, kept)), len(rows)
-        )
+        found["distinct_beginnings"] = jackknife(lambda kept: distinct_beginnings(_some(rows, kept)), len(rows))
         if self.text.training is not None:
             counts = memorised_counts(rows, self.text.training)
             found["memorised_16_grams"] = jackknife(

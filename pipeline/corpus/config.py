@@ -150,9 +150,7 @@ def _unknown(spec: str) -> UsageError:
     return UsageError("unknown corpus", where=where, expected=f"one of {known}", remedy=hint)
 
 
-def corpus_config(
-    spec: str, settings: Mapping[str, Any] | None = None, *, is_read: bool = False
-) -> CorpusConfig:
+def corpus_config(spec: str, settings: Mapping[str, Any] | None = None, *, is_read: bool = False) -> CorpusConfig:
     """The configuration of a corpus named on the command line.
 
     Args:

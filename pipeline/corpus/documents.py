@@ -158,10 +158,7 @@ def plan_spans(config: CorpusConfig) -> list[Span]:
     assert train is not None
     count = _limited_count(train, config)
     if validation is not None:
-        return [
-            Span("train", train, 0, count),
-            Span("validation", validation, 0, _limited_count(validation, config)),
-        ]
+        return [Span("train", train, 0, count), Span("validation", validation, 0, _limited_count(validation, config))]
     held_out, fraction = config.validation_documents, config.validation_fraction
     if held_out > count:
         what, where = "more documents are held out than there are", "corpus.validation_documents"
@@ -199,10 +196,7 @@ def _fair_spans(source: Source, count: int, fraction: float) -> list[Span]:
     while place > 0 and after + sizes[place] < wanted:
         after, place = after + sizes[place], place - 1
     at = 1 - (wanted - after) / max(1, sizes[place])
-    return [
-        Span("train", source, 0, place + 1, end=at),
-        Span("validation", source, place, count, begin=at),
-    ]
+    return [Span("train", source, 0, place + 1, end=at), Span("validation", source, place, count, begin=at)]
 
 
 def _limited_count(source: Source, config: CorpusConfig) -> int:
@@ -212,9 +206,7 @@ def _limited_count(source: Source, config: CorpusConfig) -> int:
     return min(count, config.limit_documents or count)
 
 
-def read_span(
-    span: Span, config: CorpusConfig, tally: Tally, start: int | None = None
-) -> Iterator[tuple[int, str]]:
+def read_span(span: Span, config: CorpusConfig, tally: Tally, start: int | None = None) -> Iterator[tuple[int, str]]:
     """(document number in the source, clean text) of a span, from document ``start`` on."""
     detokenize = None
     if config.detokenizer != "none":

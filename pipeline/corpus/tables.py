@@ -103,9 +103,7 @@ class ChatLines(JsonLines):
                 self._check(turn, f"{where}, message {index}")
             if self.is_prompts == (value[-1]["role"] == "assistant"):
                 last = value[-1]["role"]
-                what = (
-                    "a prompt ends with" if self.is_prompts else "no answer to learn: it ends with"
-                )
+                what = "a prompt ends with" if self.is_prompts else "no answer to learn: it ends with"
                 raise GdistillError(f"{what} the {last}'s turn", where=where)
         return json.dumps([where, value])
 
@@ -248,6 +246,4 @@ class HubDataset(Source):
             hidden = [any(p[0] == "." for p in path.relative_to(folder).parts) for path in files]
             kept = [path for path, is_hidden in zip(files, hidden, strict=True) if not is_hidden]
             return [facts, *(file_identity(path, known) for path in kept)]
-        return [
-            facts | {"name": self.name, "revision": self.revision, "fingerprint": rows._fingerprint}
-        ]
+        return [facts | {"name": self.name, "revision": self.revision, "fingerprint": rows._fingerprint}]

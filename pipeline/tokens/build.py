@@ -211,10 +211,7 @@ def check_identity(found: dict[str, Any], wanted: dict[str, Any], where: Path) -
             pairs = zip(old, new, strict=False)
             other = next((b for a, b in pairs if _contents([a]) != _contents([b])), {})
             name = other.get("path") or other.get("name") or f"{len(new)} files, not {len(old)}"
-            hashes = [
-                [str(f.get("sha256") or f.get("fingerprint"))[:12] for f in files]
-                for files in (new, old)
-            ]
+            hashes = [[str(f.get("sha256") or f.get("fingerprint"))[:12] for f in files] for files in (new, old)]
             got, expected = (f"content {', '.join(each) or 'none'}" for each in hashes)
             what = "the corpus is not the one that was tokenized"
             place = f"{where}: {split}: {name}"
@@ -285,9 +282,7 @@ def prepare_tokens(
         raise GdistillError("cannot write the token rows", where=out, got=error) from error
 
 
-def _finished(
-    config: CorpusConfig, tokenizer: PreTrainedTokenizerBase, done: Path, limits: Limits
-) -> TokenDataset:
+def _finished(config: CorpusConfig, tokenizer: PreTrainedTokenizerBase, done: Path, limits: Limits) -> TokenDataset:
     """The rows that are there, if they are the ones asked for."""
     dataset = TokenDataset.open(done)
     found = dataset.record["identity"]
@@ -303,11 +298,7 @@ def _finished(
 
 
 def _build(
-    config: CorpusConfig,
-    tokenizer: PreTrainedTokenizerBase,
-    out: Path,
-    limits: Limits,
-    main_process: bool,
+    config: CorpusConfig, tokenizer: PreTrainedTokenizerBase, out: Path, limits: Limits, main_process: bool
 ) -> TokenDataset:
     work, spans = out / ".tokens.partial", plan_spans(config)
     identity = corpus_identity(config, tokenizer, {})
@@ -356,13 +347,7 @@ def _resume(work: Path, identity: dict[str, Any], limits: Limits) -> _Progress:
             parts, tally = [Part(**part) for part in split["parts"]], Tally(**split["tally"])
             journal["splits"][name] = _Split(**{**split, "parts": parts, "tally": tally})
         progress = _Progress(**journal)
-    except (
-        OSError,
-        ValueError,
-        KeyError,
-        TypeError,
-        AttributeError,
-    ):  # none, or no journal of ours
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):  # none, or no journal of ours
         shutil.rmtree(work, ignore_errors=True)
         work.mkdir(parents=True)
         return _Progress()

@@ -17,9 +17,7 @@ from pipeline.tokens.tokenizer import Ids, backend
 from shards.errors import GdistillError, first_line
 
 
-def encode_chats(
-    tokenizer: PreTrainedTokenizerBase, padding: int, row_length: int, documents: list[str]
-) -> list[Ids]:
+def encode_chats(tokenizer: PreTrainedTokenizerBase, padding: int, row_length: int, documents: list[str]) -> list[Ids]:
     """Marked rows [L] of documents of a ``chat:`` source: ``[place, messages or prompt]`` in JSON.
 
     Behind a prompt the positions count, which are the teacher's to fill.
@@ -79,9 +77,7 @@ def _marked(tokenizer: PreTrainedTokenizerBase, where: str, messages: Any) -> Id
     return np.where(counted, ids, ~ids)
 
 
-def _render(
-    tokenizer: PreTrainedTokenizerBase, where: str, messages: list[Any], **options: Any
-) -> str:
+def _render(tokenizer: PreTrainedTokenizerBase, where: str, messages: list[Any], **options: Any) -> str:
     try:
         return str(tokenizer.apply_chat_template(messages, tokenize=False, **options))
     except Exception as error:  # whatever a template raises

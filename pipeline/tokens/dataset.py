@@ -211,10 +211,7 @@ class TokenDataset:
         self.bos_id: int = record["bos_id"]
         self.eos_id: int = record["eos_id"]
         self.splits: tuple[str, ...] = tuple(record["splits"])
-        self._parts = {
-            split: [Part(**part) for part in found["parts"]]
-            for split, found in record["splits"].items()
-        }
+        self._parts = {split: [Part(**part) for part in found["parts"]] for split, found in record["splits"].items()}
         every = [part for parts in self._parts.values() for part in parts]
         self.max_token_id = max((part.max_token_id for part in every), default=-1)
         self._group = lru_cache(maxsize=2)(self._read_group)
@@ -261,9 +258,7 @@ class TokenDataset:
                     what = f"token rows are {'missing' if size is None else 'truncated'}"
                     got = "no file" if size is None else f"{size} bytes"
                     expected = f"{part.num_bytes} bytes"
-                    raise IntegrityError(
-                        what, where=place, got=got, expected=expected, remedy=remedy
-                    )
+                    raise IntegrityError(what, where=place, got=got, expected=expected, remedy=remedy)
         return dataset
 
     def parts(self, split: str) -> list[Part]:

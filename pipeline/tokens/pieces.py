@@ -38,9 +38,7 @@ PIECES_AT_ONCE = 8
 _WHITE_SPACE = re.compile(r"\s")
 
 
-def cut_between_words(
-    tokenizer: Tokenizer, text: str, piece_characters: int = PIECE_CHARACTERS
-) -> list[str]:
+def cut_between_words(tokenizer: Tokenizer, text: str, piece_characters: int = PIECE_CHARACTERS) -> list[str]:
     """Pieces of ``text`` whose ids, one after the other, are those of the text.
 
     One piece if the text is short or the tokenizer gives no such guarantee.
@@ -76,9 +74,7 @@ def _words(tokenizer: Tokenizer, text: str) -> list[str]:
     return [word for word, _ in tokenizer.pre_tokenizer.pre_tokenize_str(normal)]
 
 
-def encode_with_overlap(
-    tokenizer: Tokenizer, text: str, piece_characters: int = OVERLAPPED_CHARACTERS
-) -> Ids:
+def encode_with_overlap(tokenizer: Tokenizer, text: str, piece_characters: int = OVERLAPPED_CHARACTERS) -> Ids:
     """Ids of ``text``, no special tokens added; memory for a few pieces besides the ids."""
     starts = list(range(0, len(text), piece_characters))
     joined: list[Ids] = []
@@ -100,9 +96,7 @@ def encode_with_overlap(
     return np.concatenate([*joined, previous[0]]) if previous else np.empty(0, np.int32)
 
 
-def join(
-    left: Ids, left_borders: np.ndarray, right: Ids, right_borders: np.ndarray
-) -> tuple[int, int] | None:
+def join(left: Ids, left_borders: np.ndarray, right: Ids, right_borders: np.ndarray) -> tuple[int, int] | None:
     """How many tokens of ``left`` to keep and how many of ``right`` to leave out.
 
     The longest run of tokens that are equal in id and place is cut in its middle, where a

@@ -77,9 +77,7 @@ class SpecialIds:
     separator: int | None
 
 
-def special_ids(
-    tokenizer: PreTrainedTokenizerBase, config: CorpusConfig, split: str = "train"
-) -> SpecialIds:
+def special_ids(tokenizer: PreTrainedTokenizerBase, config: CorpusConfig, split: str = "train") -> SpecialIds:
     """The ids that packing inserts: the configuration's, else what the tokenizer gives.
 
     A tokenizer that puts bos before every text and nothing after it marks the border of documents
@@ -152,9 +150,7 @@ def special_token_pattern(tokenizer: PreTrainedTokenizerBase) -> re.Pattern[str]
     return re.compile("|".join(map(re.escape, words))) if words else None
 
 
-def encode(
-    tokenizer: PreTrainedTokenizerBase, texts: list[str], special_tokens: SpecialTokens = "token"
-) -> list[Ids]:
+def encode(tokenizer: PreTrainedTokenizerBase, texts: list[str], special_tokens: SpecialTokens = "token") -> list[Ids]:
     """Ids of each text, no special tokens added, on all cores.
 
     Equal to calling the tokenizer on each text. A special token that a text spells out becomes that

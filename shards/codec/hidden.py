@@ -13,15 +13,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from shards.codec.protocol import (
-    Arrays,
-    ArraySpec,
-    FreshDraws,
-    LogProbs,
-    TeacherOutput,
-    Tokens,
-    encode_in_parts,
-)
+from shards.codec.protocol import Arrays, ArraySpec, FreshDraws, LogProbs, TeacherOutput, Tokens, encode_in_parts
 from shards.errors import GdistillError, UsageError
 from shards.noise.gumbel import PerPosition, Tile, add_wait_
 from shards.noise.philox import OfPositions
@@ -123,9 +115,7 @@ class HiddenCodec(FreshDraws):
         levels = (hidden / scale[:, None].float()).round().clamp(-LARGEST_LEVEL, LARGEST_LEVEL)
         return {"hidden": levels.to(torch.int8), "scale": scale}
 
-    def distribution(
-        self, arrays: Arrays, tokens: Tokens, log_p: LogProbs, resources: Arrays
-    ) -> HeadLogits:
+    def distribution(self, arrays: Arrays, tokens: Tokens, log_p: LogProbs, resources: Arrays) -> HeadLogits:
         """The teacher's distribution as rebuilt (for distillation losses too)."""
         rebuilt = _unnormalised(arrays, resources)
         lse = rebuilt.logits_at(tokens) - log_p + arrays["normalizer"].float()
@@ -142,9 +132,7 @@ def _unnormalised(arrays: Arrays, resources: Arrays) -> HeadLogits:
     return HeadLogits(hidden, torch.zeros_like(hidden[:, 0]), head, bias)
 
 
-def _check_head(
-    hidden: Float[Tensor, "n d"], log_probs: Float[Tensor, "n v"], resources: Arrays
-) -> None:
+def _check_head(hidden: Float[Tensor, "n d"], log_probs: Float[Tensor, "n v"], resources: Arrays) -> None:
     """Refuse a teacher whose logits are not ``hidden @ lm_head.T (+ bias)``."""
     head, wanted = resources["lm_head"], (log_probs.shape[1], hidden.shape[1])
     if head.shape != wanted:

@@ -31,9 +31,7 @@ def plane_specs(name: str, max_value: int, trailing: tuple[int, ...]) -> dict[st
     return {plane: ArraySpec("uint8", trailing) for plane in plane_names(name, max_value)}
 
 
-def to_planes(
-    name: str, values: Int[Tensor, "*shape"], max_value: int
-) -> dict[str, UInt8[Tensor, "*shape"]]:
+def to_planes(name: str, values: Int[Tensor, "*shape"], max_value: int) -> dict[str, UInt8[Tensor, "*shape"]]:
     """The arrays of some integers in 0..max_value."""
     planes = plane_names(name, max_value)
     return {plane: (values >> 8 * i).to(torch.uint8) for i, plane in enumerate(planes)}
@@ -48,9 +46,7 @@ def from_planes(name: str, arrays: Arrays, max_value: int) -> Int[Tensor, "*shap
     return result
 
 
-def check_ranks(
-    name: str, arrays: Mapping[str, np.ndarray], vocab_size: int, *, are_gaps: bool
-) -> str:
+def check_ranks(name: str, arrays: Mapping[str, np.ndarray], vocab_size: int, *, are_gaps: bool) -> str:
     """What is wrong with stored numbers, 1 + rank each or gaps that add up to it; empty if nothing.
 
     Args:
@@ -90,8 +86,7 @@ def cut_slots(arrays: Arrays, name: str, *others: str) -> Arrays:
         return arrays
     width = int(slots.max()) + 1 if len(slots) else 0
     return {
-        key: array[..., :width] if any(_is(key, n) for n in (name, *others)) else array
-        for key, array in arrays.items()
+        key: array[..., :width] if any(_is(key, n) for n in (name, *others)) else array for key, array in arrays.items()
     }
 
 

@@ -33,15 +33,7 @@ from shards.codec.ids import (
     to_planes,
     used_width,
 )
-from shards.codec.protocol import (
-    Arrays,
-    ArraySpec,
-    FreshDraws,
-    LogProbs,
-    TeacherOutput,
-    Tokens,
-    encode_in_parts,
-)
+from shards.codec.protocol import Arrays, ArraySpec, FreshDraws, LogProbs, TeacherOutput, Tokens, encode_in_parts
 from shards.errors import UsageError
 from shards.noise.kinds import DenseProbabilities, Entries, HeadAndTail, Probabilities
 from shards.settings import check_bounds, setting
@@ -97,9 +89,7 @@ class PosteriorCodec(FreshDraws):
 
         return encode_in_parts(output, encode)
 
-    def _encode(
-        self, log_probs: Float[Tensor, "n v"], tokens: Tokens, order: FrequencyOrder
-    ) -> dict[str, Tensor]:
+    def _encode(self, log_probs: Float[Tensor, "n v"], tokens: Tokens, order: FrequencyOrder) -> dict[str, Tensor]:
         listed, ids = most_probable_tokens(log_probs, self.num_entries)
         used = listed >= math.log(self.min_probability)
         # What is neither listed nor the token's. Nothing large is left in the sum, so float32 is
@@ -171,9 +161,7 @@ class PosteriorCodec(FreshDraws):
     def check_ids(self, arrays: Mapping[str, np.ndarray], vocab_size: int) -> str:
         return check_ranks("entry_rank", arrays, vocab_size, are_gaps=False)
 
-    def distribution(
-        self, arrays: Arrays, tokens: Tokens, log_p: LogProbs, resources: Arrays
-    ) -> Probabilities:
+    def distribution(self, arrays: Arrays, tokens: Tokens, log_p: LogProbs, resources: Arrays) -> Probabilities:
         """Normalised: p_x exact, the tail's mass as stored, the listed take the rest."""
         if "log_probs" in arrays:
             log_probs = arrays["log_probs"].float()

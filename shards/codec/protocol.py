@@ -93,9 +93,7 @@ class Codec(Protocol):
         """
         ...
 
-    def decode(
-        self, arrays: Arrays, tokens: Tokens, log_p: LogProbs, keys: PositionKeys, resources: Arrays
-    ) -> Noise:
+    def decode(self, arrays: Arrays, tokens: Tokens, log_p: LogProbs, keys: PositionKeys, resources: Arrays) -> Noise:
         """Noise of n positions from their arrays ([n, *trailing]).
 
         For a codec that stores a draw, ``keys`` must have the seed that ``encode`` was given; for
@@ -117,9 +115,7 @@ class Codec(Protocol):
         """
         return ""
 
-    def distribution(
-        self, arrays: Arrays, tokens: Tokens, log_p: LogProbs, resources: Arrays
-    ) -> Probabilities:
+    def distribution(self, arrays: Arrays, tokens: Tokens, log_p: LogProbs, resources: Arrays) -> Probabilities:
         """The teacher's distribution at n positions as stored: targets for KD.
 
         It is normalised. p_x is exact but for ``hidden``, which rounds the logits.
@@ -145,9 +141,7 @@ class FreshDraws(Codec):
     is_fresh: ClassVar[bool] = True
 
     @abstractmethod
-    def distribution(
-        self, arrays: Arrays, tokens: Tokens, log_p: LogProbs, resources: Arrays
-    ) -> Probabilities:
+    def distribution(self, arrays: Arrays, tokens: Tokens, log_p: LogProbs, resources: Arrays) -> Probabilities:
         """The teacher's distribution as stored (for distillation losses too)."""
 
     def decode(
@@ -162,9 +156,7 @@ PART_ELEMENTS = {"cpu": 1 << 20, "cuda": 1 << 23}
 """Temporaries should stay in a core's cache, and should fill a GPU."""
 
 
-def encode_in_parts(
-    output: TeacherOutput, encode: Callable[[slice], dict[str, Tensor]]
-) -> dict[str, Tensor]:
+def encode_in_parts(output: TeacherOutput, encode: Callable[[slice], dict[str, Tensor]]) -> dict[str, Tensor]:
     """Encode some of the B x T positions at a time; arrays [B, T, ...].
 
     A codec makes several temporaries as large as the log-probabilities it is given; this keeps

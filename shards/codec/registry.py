@@ -17,8 +17,7 @@ from shards.errors import UsageError, did_you_mean
 from shards.settings import from_mapping
 
 CODECS: dict[str, type[Any]] = {
-    codec.name: codec
-    for codec in (FullCodec, QuantizedCodec, TopKCodec, SeededCodec, PosteriorCodec, HiddenCodec)
+    codec.name: codec for codec in (FullCodec, QuantizedCodec, TopKCodec, SeededCodec, PosteriorCodec, HiddenCodec)
 }
 ENTRY_POINTS = "gdistill.codecs"
 

@@ -24,15 +24,7 @@ from jaxtyping import Bool, Float, Int, UInt8
 from torch import Tensor
 
 from shards.codec.full import encode_draw
-from shards.codec.ids import (
-    FrequencyOrder,
-    check_ranks,
-    cut_slots,
-    from_planes,
-    plane_specs,
-    to_planes,
-    used_width,
-)
+from shards.codec.ids import FrequencyOrder, check_ranks, cut_slots, from_planes, plane_specs, to_planes, used_width
 from shards.codec.protocol import Arrays, ArraySpec, Codec, LogProbs, TeacherOutput, Tokens
 from shards.errors import GdistillError, UsageError
 from shards.noise.gumbel import add_wait_, token_gumbels
@@ -201,9 +193,7 @@ class SeededCodec(Codec):
         least = torch.expm1(units[_level(coarsening)]).float()
         return waits > prior * least[:, None]
 
-    def _coarsening(
-        self, waits: Float[Tensor, "n v"], prior: Float[Tensor, "n v"]
-    ) -> Int[Tensor, "n"]:
+    def _coarsening(self, waits: Float[Tensor, "n v"], prior: Float[Tensor, "n v"]) -> Int[Tensor, "n"]:
         """The least c at which the moved entries fit."""
         coarsening = torch.zeros(len(waits), dtype=torch.int64, device=waits.device)
         num_slots, vocab_size = self._num_slots(waits.shape[1]), waits.shape[1]
@@ -222,9 +212,7 @@ class SeededCodec(Codec):
         # Six standard deviations at the largest E_0: never seen.
         raise GdistillError(what, where="codec seeded", got=got, remedy="leave max_entries out")
 
-    def _shifts(
-        self, codes: Int[Tensor, "n m"], coarsening: UInt8[Tensor, "n"]
-    ) -> Float[Tensor, "n m"]:
+    def _shifts(self, codes: Int[Tensor, "n m"], coarsening: UInt8[Tensor, "n"]) -> Float[Tensor, "n m"]:
         """Shifts in nats (float64)."""
         units, nearest, _ = _scale_table(self.tolerance_nats, codes.device)
         level = coarsening.long()
@@ -278,10 +266,7 @@ def _level(coarsening: Int[Tensor, "n"]) -> Int[Tensor, "n"]:
 
 
 def _codes(
-    shifts: Float[Tensor, "k"],
-    unit: float | Tensor,
-    num_nearest: int | Tensor,
-    max_code: int | Tensor,
+    shifts: Float[Tensor, "k"], unit: float | Tensor, num_nearest: int | Tensor, max_code: int | Tensor
 ) -> Int[Tensor, "k"]:
     """Codes of shifts in nats (float64)."""
     nearest = (shifts / (2 * unit)).round()

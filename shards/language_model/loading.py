@@ -32,12 +32,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from shards.atomic import canonical_json, sha256_file
 from shards.console import without_library_bars
 from shards.errors import GdistillError, UsageError, first_line
-from shards.language_model.forward import (
-    DtypeName,
-    Float32Head,
-    install_float32_head,
-    resolve_device,
-)
+from shards.language_model.forward import DtypeName, Float32Head, install_float32_head, resolve_device
 
 A_MODEL = "a causal language model of transformers"
 SMALL_FILES = ["*.json", "*.txt", "*.model", "*.py", "*.jinja"]
@@ -233,9 +228,7 @@ def find_pretrained(
     return PretrainedFiles(name, folder, config, trust_remote_code, role)
 
 
-def find_tokenizer(
-    location: str | Path, role: str = "", *, where: object = None, local_files_only: bool = True
-) -> Any:
+def find_tokenizer(location: str | Path, role: str = "", *, where: object = None, local_files_only: bool = True) -> Any:
     """The tokenizer of a folder or, from the local cache unless told, a hub id; without its code.
 
     Raises:
@@ -258,9 +251,7 @@ def looks_local(location: str) -> bool:
     return location.startswith((".", "/", "~")) or location.count("/") > 1
 
 
-def _download(
-    hub_id: str, revision: str | None, weights: bool, role: Role, local_files_only: bool
-) -> Path:
+def _download(hub_id: str, revision: str | None, weights: bool, role: Role, local_files_only: bool) -> Path:
     """The snapshot of a hub model; of its weights safetensors, or pickles if it has no others."""
 
     def fetch(pattern: str) -> Path:

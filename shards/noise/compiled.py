@@ -49,9 +49,7 @@ def _all_lanes(*arguments: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def compiled_kernel(
-    arguments: Sequence[Tensor], expected: Float[Tensor, "n blocks 4"]
-) -> Callable[..., Tensor]:
+def compiled_kernel(arguments: Sequence[Tensor], expected: Float[Tensor, "n blocks 4"]) -> Callable[..., Tensor]:
     """The first form of the kernel whose numbers are those of the eager one."""
     most, apart = LARGEST_ULPS.get(expected.device.type, 0), []
     for form in (_by_lane, _all_lanes):

@@ -171,9 +171,7 @@ class TiledProjection(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(
-        ctx: Any, walk: Walk, weight: Float[Tensor, "v d"], dtype: torch.dtype
-    ) -> Float[Tensor, "n d"]:
+    def forward(ctx: Any, walk: Walk, weight: Float[Tensor, "v d"], dtype: torch.dtype) -> Float[Tensor, "n d"]:
         totals = torch.zeros(walk.noise.num_positions, 1, device=weight.device)
         mixed = torch.zeros(walk.noise.num_positions, weight.shape[1], device=weight.device)
         chunks = walk.position_chunks()
@@ -218,8 +216,6 @@ def add_product(total: Tensor, left: Tensor, right: Tensor, *, first: bool = Fal
         total.addmm_(left, right)
 
 
-def embed_tiles(
-    noise: Tiles, weight: Float[Tensor, "v d"], weighting: Weighting
-) -> Float[Tensor, "n d"]:
+def embed_tiles(noise: Tiles, weight: Float[Tensor, "v d"], weighting: Weighting) -> Float[Tensor, "n d"]:
     """Embeddings of n noise vectors by a walk over all V entries."""
     return TiledProjection.apply(Walk(noise, weighting), weight, product_dtype(weight))

@@ -41,17 +41,13 @@ def exponential_from_bits(bits: Int[Tensor, "*shape"]) -> Float[Tensor, "*shape"
     return uniform.neg_().log1p_().neg_()
 
 
-def add_wait_(
-    remaining: Float[Tensor, "*shape"], waited: Float[Tensor, "*shape"]
-) -> Float[Tensor, "*shape"]:
+def add_wait_(remaining: Float[Tensor, "*shape"], waited: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
     """E_j + p_j E_0 in place, strictly above p_j E_0 whatever the rounding."""
     margin = 64 * torch.finfo(waited.dtype).eps
     return torch.maximum(remaining, waited * margin, out=remaining).add_(waited)
 
 
-def token_gumbels(
-    token_log_probs: Float[Tensor, "*batch"], first: Float[Tensor, "*batch"]
-) -> Float[Tensor, "*batch"]:
+def token_gumbels(token_log_probs: Float[Tensor, "*batch"], first: Float[Tensor, "*batch"]) -> Float[Tensor, "*batch"]:
     """xi_x = -log E_0 - log p_x of the tokens, finite for any p_x; never below the exact value."""
     exact = -(token_log_probs.double() + first.double().log())
     nearest = exact.to(token_log_probs.dtype)
@@ -59,9 +55,7 @@ def token_gumbels(
     return torch.where(nearest.double() < exact, above, nearest)
 
 
-def place_tokens(
-    values: Tile, tokens: Int[Tensor, "n"], own: PerPosition, start: int, stop: int
-) -> Tile:
+def place_tokens(values: Tile, tokens: Int[Tensor, "n"], own: PerPosition, start: int, stop: int) -> Tile:
     """Write each token's own value where the token lies in the tile start..stop-1, in place."""
     inside = ((tokens >= start) & (tokens < stop))[:, None]
     columns = (tokens - start).clamp(0, max(0, stop - start - 1))[:, None]
@@ -73,8 +67,6 @@ def arrivals_from_gumbel(gumbels: Float[Tensor, "*shape"]) -> Float[Tensor, "*sh
     return (-gumbels).exp().clamp(min=MIN_ARRIVAL)
 
 
-def gumbel_argmax(
-    log_probs: Float[Tensor, "*batch v"], arrivals: Float[Tensor, "*batch v"]
-) -> Int[Tensor, "*batch"]:
+def gumbel_argmax(log_probs: Float[Tensor, "*batch v"], arrivals: Float[Tensor, "*batch v"]) -> Int[Tensor, "*batch"]:
     """argmax_j (log p_j + xi_j), compared in float64; log_probs need not be normalised."""
     return (log_probs.double() - arrivals.double().log()).argmax(-1)

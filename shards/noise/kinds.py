@@ -21,14 +21,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from shards.noise.embedding import Tiles, Weighting, embed_tiles
-from shards.noise.gumbel import (
-    PerPosition,
-    Tile,
-    add_wait_,
-    arrivals_from_gumbel,
-    place_tokens,
-    token_gumbels,
-)
+from shards.noise.gumbel import PerPosition, Tile, add_wait_, arrivals_from_gumbel, place_tokens, token_gumbels
 from shards.noise.murmur3 import EngineKeys
 from shards.noise.philox import Index, OfPositions, PositionKeys
 
@@ -89,9 +82,7 @@ class TiledNoise(OfPositions):
     def gumbels(self: Tiles, start: int = 0, stop: int | None = None) -> Tile:
         return -self.tile(start, self.vocab_size if stop is None else stop).log()
 
-    def softmax_embed(
-        self: Tiles, weight: Weight, weighting: Weighting | None = None
-    ) -> Embeddings:
+    def softmax_embed(self: Tiles, weight: Weight, weighting: Weighting | None = None) -> Embeddings:
         return embed_tiles(self, weight, weighting or Weighting())
 
 

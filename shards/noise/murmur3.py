@@ -103,11 +103,7 @@ def engine_arrivals(
 
 
 def engine_gumbels(
-    seeds: Int[Tensor, "n"],
-    positions: Int[Tensor, "n"],
-    start: int,
-    stop: int,
-    dtype: torch.dtype = torch.float32,
+    seeds: Int[Tensor, "n"], positions: Int[Tensor, "n"], start: int, stop: int, dtype: torch.dtype = torch.float32
 ) -> Float[Tensor, "n tile"]:
     """g of n positions and token ids start..stop-1; see :func:`engine_arrivals`."""
     return engine_arrivals(seeds, positions, start, stop, dtype).log_().neg_()

@@ -160,9 +160,7 @@ def mean_rate(after: Float[Tensor, "n"]) -> Float[Tensor, "n"]:
     return after.exp() * (series - after.log())
 
 
-def rest_rate(
-    after: Float[Tensor, "n"], num_rest: int, normal: Float[Tensor, "n"]
-) -> Float[Tensor, "n"]:
+def rest_rate(after: Float[Tensor, "n"], num_rest: int, normal: Float[Tensor, "n"]) -> Float[Tensor, "n"]:
     """Sum of 1/F over ``num_rest`` entries that arrive after f, from one standard normal each.
 
     A shifted gamma variate of the exact mean, variance and skewness (Wilson-Hilferty); the skewness

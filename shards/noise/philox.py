@@ -64,8 +64,7 @@ class OfPositions(ABC):
     def select(self: This, index: Index) -> This:
         """The same of some of the positions."""
         return self._changed(
-            lambda value: value[index] if isinstance(value, Tensor) else value.select(index),
-            but=self.of_vocabulary,
+            lambda value: value[index] if isinstance(value, Tensor) else value.select(index), but=self.of_vocabulary
         )
 
     def to(self: This, device: torch.device | str) -> This:

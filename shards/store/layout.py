@@ -70,9 +70,7 @@ def static_files(manifest: Manifest, resources: Mapping[str, np.ndarray]) -> dic
     return _contents(store)
 
 
-def encode_shard(
-    manifest: Manifest, shard: ShardRange, arrays: Mapping[str, np.ndarray]
-) -> dict[str, bytes]:
+def encode_shard(manifest: Manifest, shard: ShardRange, arrays: Mapping[str, np.ndarray]) -> dict[str, bytes]:
     """file name -> bytes for every array of one whole shard."""
     store = MemoryStore()
     group = zarr.create_group(store).create_group(shard.split)
@@ -86,9 +84,7 @@ def encode_shard(
     }
 
 
-def _create_sharded(
-    group: zarr.Group, manifest: Manifest, split: str, name: str, spec: ArraySpec
-) -> zarr.Array[Any]:
+def _create_sharded(group: zarr.Group, manifest: Manifest, split: str, name: str, spec: ArraySpec) -> zarr.Array[Any]:
     inner = (manifest.row_length, *spec.trailing_shape)
     return group.create_array(
         name,
@@ -282,11 +278,7 @@ def _chain(dtype: np.dtype[Any], zstd: Any) -> list[dict[str, Any]]:
 
 
 def _array_metadata(
-    value: dict[str, Any],
-    dtype: np.dtype[Any],
-    shape: list[int],
-    chunk_shape: list[int],
-    codecs: list[dict[str, Any]],
+    value: dict[str, Any], dtype: np.dtype[Any], shape: list[int], chunk_shape: list[int], codecs: list[dict[str, Any]]
 ) -> dict[str, Any]:
     """What ``zarr.json`` says of an array; fields that do not concern bytes are as given."""
     return {

@@ -105,10 +105,7 @@ def unseal(data: bytes, where: object) -> dict[str, Any]:
         intact = False
     if not intact:
         what, got = "the record was altered after it was written", str(value.get(SEAL))[:12]
-        sealed, remedy = (
-            f"sha256 {expected[:12]}",
-            "restore it from a copy, or write the store again",
-        )
+        sealed, remedy = (f"sha256 {expected[:12]}", "restore it from a copy, or write the store again")
         raise IntegrityError(what, where=where, got=f"sha256 {got}", expected=sealed, remedy=remedy)
     return value
 
@@ -267,8 +264,7 @@ class Manifest:
         try:
             known = {f.name: value[f.name] for f in fields(cls)}
             known["arrays"] = {
-                name: ArraySpec(spec["dtype"], tuple(spec["trailing_shape"]))
-                for name, spec in value["arrays"].items()
+                name: ArraySpec(spec["dtype"], tuple(spec["trailing_shape"])) for name, spec in value["arrays"].items()
             }
             known["files"] = _file_records(value["files"])
             manifest = cls(**known)
@@ -483,8 +479,7 @@ def read_ways(place: Location) -> list[dict[str, Any]]:
         return []
     plain = str | int | float | None
     if isinstance(ways, list) and all(
-        isinstance(way, dict) and all(isinstance(entry, plain) for entry in way.values())
-        for way in ways
+        isinstance(way, dict) and all(isinstance(entry, plain) for entry in way.values()) for way in ways
     ):
         return ways
     what, expected = "cannot read how the store was computed", "a list of flat records"

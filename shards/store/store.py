@@ -61,9 +61,7 @@ class ShardStore:
         self.location, self.manifest = location, manifest
 
     @classmethod
-    def open(
-        cls: type[Opened], location: str | Path | Location, *, allow_incomplete: bool = False
-    ) -> Opened:
+    def open(cls: type[Opened], location: str | Path | Location, *, allow_incomplete: bool = False) -> Opened:
         """Open a store and check its manifest and that every shard is in the ledger.
 
         Args:
@@ -81,9 +79,7 @@ class ShardStore:
             manifest = Manifest.from_bytes(place.read(MANIFEST_FILE), where)
         except FileNotFoundError as error:
             what, remedy = "no store there", "check the path"
-            raise UsageError(
-                what, where=place.url, expected=MANIFEST_FILE, remedy=remedy
-            ) from error
+            raise UsageError(what, where=place.url, expected=MANIFEST_FILE, remedy=remedy) from error
         store = cls(place, manifest)
         _require_codecs_arrays(manifest, store.codec, where)
         missing = [] if allow_incomplete else store.unfinished()
@@ -137,9 +133,7 @@ class ShardStore:
         elif name == "lm_head" and width:
             shape = (vocab_size, *width)
         try:
-            values = read_array(
-                metadata, lambda key: self.file(f"{folder}/c/{key}"), shape, num_bytes
-            )
+            values = read_array(metadata, lambda key: self.file(f"{folder}/c/{key}"), shape, num_bytes)
         except DamagedShard as error:
             raise IntegrityError("a resource cannot be read", where=where, got=error) from error
         if values.dtype.kind == "f" and not np.isfinite(values).all():
@@ -336,8 +330,7 @@ class SplitReader:
     def chunk_bytes(self) -> int:
         """Decoded bytes of a whole chunk of the store's arrays, whether they are read or not."""
         sizes = (
-            math.prod(spec.trailing_shape) * np.dtype(spec.dtype).itemsize
-            for spec in self.manifest.all_arrays.values()
+            math.prod(spec.trailing_shape) * np.dtype(spec.dtype).itemsize for spec in self.manifest.all_arrays.values()
         )
         return self.rows_per_chunk * self.manifest.row_length * sum(sizes)
 
@@ -464,9 +457,7 @@ class SplitReader:
                 what, got = "a shard file is truncated", f"{size} bytes"
             where, wanted = f"{self.location.url}/{file}: {shard}", f"{expected} bytes"
             wanted, remedy = "" if size == expected else wanted, rewrite_remedy(self.location.url)
-            raise IntegrityError(
-                what, where=where, got=got, expected=wanted, remedy=remedy
-            ) from error
+            raise IntegrityError(what, where=where, got=got, expected=wanted, remedy=remedy) from error
 
 
 class _KnownFiles:

@@ -9,14 +9,7 @@ from pathlib import Path
 from shards.atomic import FileRecord
 from shards.errors import GdistillError, IntegrityError
 from shards.store.location import Location, as_location
-from shards.store.manifest import (
-    COMPUTED_FILE,
-    MANIFEST_FILE,
-    Manifest,
-    ShardRange,
-    read_record,
-    rewrite_remedy,
-)
+from shards.store.manifest import COMPUTED_FILE, MANIFEST_FILE, Manifest, ShardRange, read_record, rewrite_remedy
 
 Progress = Callable[[int], object]
 UNFINISHED = "the shard is not finished"

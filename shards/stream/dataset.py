@@ -132,9 +132,7 @@ class RowStream(IterableDataset[Batch]):
             what = "workers read ahead of the loop"
             expected = "the last batch that the loop has used"
             remedy = "call state_dict(batch)"
-            raise UsageError(
-                what, where="state_dict", got="no batch", expected=expected, remedy=remedy
-            )
+            raise UsageError(what, where="state_dict", got="no batch", expected=expected, remedy=remedy)
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -52,9 +52,7 @@ Indices = Int64[np.ndarray, "n"]
 ChunkFuture = Future[dict[str, np.ndarray]]
 
 
-def lanes_for(
-    num_chunks: int, chunk_bytes: int, batch_size: int, window_bytes: int = WINDOW_BYTES
-) -> int:
+def lanes_for(num_chunks: int, chunk_bytes: int, batch_size: int, window_bytes: int = WINDOW_BYTES) -> int:
     """K for a split: how many lanes a global batch wants, as far as memory goes; 0 for one whole.
 
     Args:
@@ -134,9 +132,7 @@ class LaneOrder:
         num_lanes: K, at most N.
     """
 
-    def __init__(
-        self, num_rows: int, rows_per_chunk: int, seed: int, epoch: int, num_lanes: int
-    ) -> None:
+    def __init__(self, num_rows: int, rows_per_chunk: int, seed: int, epoch: int, num_lanes: int) -> None:
         num_chunks = -(-num_rows // rows_per_chunk)
         self.num_rows, self.rows_per_chunk, self.num_lanes = num_rows, rows_per_chunk, num_lanes
         self._key = derive_seed(seed, "row order", epoch)
@@ -265,9 +261,7 @@ Gathered = tuple[Slice, dict[str, Tensor]]
 """A slice with its rows' arrays, [b, L, ...]."""
 
 
-def locate_slices(
-    bounds: Iterable[tuple[int, int]], order: Order, rank: int, world_size: int
-) -> Iterator[Slice]:
+def locate_slices(bounds: Iterable[tuple[int, int]], order: Order, rank: int, world_size: int) -> Iterator[Slice]:
     """The rows of this rank for each global batch given by its (start, stop)."""
     bounds = iter(bounds)
     while first := next(bounds, None):
@@ -469,14 +463,9 @@ class ShardStream:
             GdistillError: If the state belongs to another store, split, seed or kind of order.
         """
         if state.get("fingerprint") != self.fingerprint:
-            what, got = (
-                "the saved data order is of another store or order",
-                state.get("fingerprint"),
-            )
+            what, got = ("the saved data order is of another store or order", state.get("fingerprint"))
             remedy = "resume with the store, split and seed that the run began with"
-            raise GdistillError(
-                what, where="stream state", got=got, expected=self.fingerprint, remedy=remedy
-            )
+            raise GdistillError(what, where="stream state", got=got, expected=self.fingerprint, remedy=remedy)
         names, num_rows = ("epoch", "rows_consumed", "num_lanes", "step"), self._reader.num_rows
         values: list[Any] = [state.get(name) for name in names]
         if not all(
@@ -549,9 +538,7 @@ class ShardStream:
         return LaneOrder(num_rows, rows_per_chunk, self._seed, epoch, num_lanes)
 
 
-def _check_sizes(
-    num_rows: int, batch_size: int, rank: int, world_size: int, num_workers: int, drop_last: bool
-) -> None:
+def _check_sizes(num_rows: int, batch_size: int, rank: int, world_size: int, num_workers: int, drop_last: bool) -> None:
     def refuse(what: str, where: str, got: object, expected: str, remedy: str = "") -> None:
         raise UsageError(what, where=where, got=got, expected=expected, remedy=remedy)
 

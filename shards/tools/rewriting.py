@@ -66,9 +66,7 @@ def convert(store: ShardStore, out: str | Location, codec: Codec, bar: Bar) -> S
     return _rewrite(store, out, manifest, resources, partial(_encode, store, codec, resources), bar)
 
 
-def subset(
-    store: ShardStore, out: str | Location, splits: Mapping[str, int], bar: Bar
-) -> ShardWriter:
+def subset(store: ShardStore, out: str | Location, splits: Mapping[str, int], bar: Bar) -> ShardWriter:
     """Keep the first rows of some splits.
 
     Only the first: a row's number names its noise, so a row that moved would lose a seeded draw.
@@ -90,9 +88,7 @@ def subset(
     return _rewrite(store, out, manifest, store.resources, lambda _, rows: rows, bar)
 
 
-def merge(
-    stores: Sequence[ShardStore], out: str | Location, bar: Bar
-) -> tuple[ShardWriter, list[ShardRange]]:
+def merge(stores: Sequence[ShardStore], out: str | Location, bar: Bar) -> tuple[ShardWriter, list[ShardRange]]:
     """Copy every finished shard, byte for byte and checked, into one store; resumable.
 
     What ``out`` has already is taken up as any writer does it: a shard is done if the ledger has
@@ -187,9 +183,7 @@ def _resources(store: ShardStore, codec: Codec) -> dict[str, Tensor]:
     return resources
 
 
-def _encode(
-    store: ShardStore, codec: Codec, resources: Mapping[str, Tensor], shard: ShardRange, rows: Rows
-) -> Rows:
+def _encode(store: ShardStore, codec: Codec, resources: Mapping[str, Tensor], shard: ShardRange, rows: Rows) -> Rows:
     """The rows' arrays under ``codec``, from the distribution as the store approximates it.
 
     p of the token is exact: probabilities below e^-103 are 0 in float32, its own must stay.
@@ -222,15 +216,10 @@ def _encode(
     return result
 
 
-def stored_noise(
-    store: ShardStore, split: str, first_row: int, rows: Mapping[str, Any], draw: int = 0
-) -> Any:
+def stored_noise(store: ShardStore, split: str, first_row: int, rows: Mapping[str, Any], draw: int = 0) -> Any:
     """The noise of positions 1..L-1 of consecutive rows, row-major, as the codec decodes it."""
     num_rows, length = rows["tokens"].shape
-    tensors = {
-        name: torch.from_numpy(np.ascontiguousarray(array[:, 1:])).flatten(0, 1)
-        for name, array in rows.items()
-    }
+    tensors = {name: torch.from_numpy(np.ascontiguousarray(array[:, 1:])).flatten(0, 1) for name, array in rows.items()}
     ids = torch.arange(first_row, first_row + num_rows).repeat_interleave(length - 1)
     positions = torch.arange(1, length).repeat(num_rows)
     keys = PositionKeys(store.manifest.noise_seed(split), ids, positions, draw)

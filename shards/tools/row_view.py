@@ -93,9 +93,7 @@ def view_row(store: ShardStore, split: str, row: int, draw: int = 0) -> tuple[st
         rank = int((gumbels[index] >= gumbel).sum())
         alternatives = tuple(alternative(index, token) for token in others)
         probability = own_probabilities[index]
-        views.append(
-            TokenView(index + 1, words(own), probability, float(gumbel), rank, alternatives)
-        )
+        views.append(TokenView(index + 1, words(own), probability, float(gumbel), rank, alternatives))
     return words(int(arrays["tokens"][0, 0])), views
 
 

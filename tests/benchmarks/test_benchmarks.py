@@ -64,9 +64,7 @@ def test_gpu_suite_keeps_what_it_has_when_a_part_and_a_check_fail(
         gpu_suite.main(shape="foo", device="cpu", out=tmp_path / "a.json")
 
 
-def test_a_check_that_cannot_run_has_failed_and_the_others_run(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_check_that_cannot_run_has_failed_and_the_others_run(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*_: object) -> object:
         raise RuntimeError("no such kernel")
 
@@ -80,10 +78,7 @@ def test_a_check_that_cannot_run_has_failed_and_the_others_run(
 CASES = [
     *((parity.diffusion_case, name) for name in parity.DIFFUSION_CASES),
     *((parity.sampling_case, name) for name in parity.SAMPLING_CASES),
-    *(
-        (case,)
-        for case in (parity.n_minus_2_case, parity.autoregressive_case, parity.training_case)
-    ),
+    *((case,) for case in (parity.n_minus_2_case, parity.autoregressive_case, parity.training_case)),
 ]
 
 
@@ -192,9 +187,7 @@ def test_every_plan_in_the_repository_can_be_read(tmp_path: Path) -> None:
             compose_run([read_recipe(plan.preset), network, source, model], settings)
 
 
-def test_stories_are_sampled_as_their_recipe_says(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_stories_are_sampled_as_their_recipe_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A recipe with sweeps has no others; one that is only a start has no samples."""
     ran: list[tuple[str, ...]] = []
     monkeypatch.setattr(stories, "run_visibly", lambda name, words: ran.append(words))
@@ -219,9 +212,7 @@ def said(record: Any) -> Iterator[tuple[str, Any]]:
             yield from said(part)
 
 
-@pytest.mark.parametrize(
-    "file", sorted((BENCHMARKS / "results").rglob("*.json")), ids=lambda file: file.name
-)
+@pytest.mark.parametrize("file", sorted((BENCHMARKS / "results").rglob("*.json")), ids=lambda file: file.name)
 def test_a_record_names_its_commit_machine_and_versions(file: Path) -> None:
     about = dict(said(json.loads(file.read_text(encoding="utf-8"))))
     assert len(about["commit"]) >= 12

@@ -12,20 +12,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks.drafting.__main__ import main
 from benchmarks.drafting.drafters import Drafter, Form, Prefix
-from benchmarks.drafting.evaluation import (
-    decode,
-    proposer,
-    sampled_tree_proposer,
-    tree_proposer,
-)
+from benchmarks.drafting.evaluation import decode, proposer, sampled_tree_proposer, tree_proposer
 from benchmarks.drafting.target import Cache, Target, at_quantile, own_text
-from benchmarks.drafting.training import (
-    Training,
-    losses,
-    posterior_noise,
-    posterior_uniform,
-    train,
-)
+from benchmarks.drafting.training import Training, losses, posterior_noise, posterior_uniform, train
 
 SLOTS = 3
 FORMS = [
@@ -66,9 +55,7 @@ def target(folder: Path) -> Target:
     return Target(folder)
 
 
-def trained(
-    form: Form, target: Target, size: int = 40, steps: int = 3, curve: list[float] | None = None
-) -> Drafter:
+def trained(form: Form, target: Target, size: int = 40, steps: int = 3, curve: list[float] | None = None) -> Drafter:
     """A drafter after three steps, so that what it reads of noise changes what it says."""
     torch.manual_seed(1)
     ids = torch.randperm(target.vocab_size)[:size]
@@ -217,9 +204,7 @@ def test_a_rule_keeps_the_law(form: Form | str, tmp_path: Path) -> None:
     assert 0 < float(found.kept.sum()) < float(found.reached.sum())
 
 
-def test_a_training_that_was_cut_off_ends_in_the_same_weights(
-    target: Target, tmp_path: Path
-) -> None:
+def test_a_training_that_was_cut_off_ends_in_the_same_weights(target: Target, tmp_path: Path) -> None:
     text = torch.randint(40, (6, 14), generator=torch.Generator().manual_seed(13))
     settings = Training(flops=1.2e7, rows=2, anchors=4, slots=SLOTS, vocabulary=30, save_every=1)
     said: list[str] = []

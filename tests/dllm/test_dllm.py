@@ -82,8 +82,7 @@ def dllm_trainer(place: Path | None, store: Path, out: Path, kind: str, name: st
 
 
 @pytest.mark.parametrize(
-    ("kind", "name"),
-    [("qwen3", "MDLM"), ("llada", "MDLM"), ("modernbert", "MDLM"), ("qwen3", "BD3LM")],
+    ("kind", "name"), [("qwen3", "MDLM"), ("llada", "MDLM"), ("modernbert", "MDLM"), ("qwen3", "BD3LM")]
 )
 def test_the_first_loss_is_dllms_own(store: Path, tmp_path: Path, kind: str, name: str) -> None:
     """To the last bit: same weights, rows, times and masks. Then the noise begins to tell."""

@@ -35,10 +35,7 @@ KINDS: dict[str, tuple[Any, dict[str, Any]]] = {
     "bd3lm": (BD3LM, {"conditioning": "gumbel", "block_size": 4}),
     "ar": (AR, {"conditioning": "none"}),
 }
-JOBS = [
-    Job(PROMPTS[i % len(PROMPTS)], i, temperature, top_p, 60)
-    for i, (temperature, top_p) in enumerate(CUTS * 3)
-]
+JOBS = [Job(PROMPTS[i % len(PROMPTS)], i, temperature, top_p, 60) for i, (temperature, top_p) in enumerate(CUTS * 3)]
 
 
 @pytest.fixture(scope="session")
@@ -126,14 +123,9 @@ def test_the_text_is_what_the_noise_asks_for(expected: list[list[int]], teacher:
     assert certificate.is_right, list(certificate.lines())
 
 
-def test_preemption_and_prefix_cache_change_no_token(
-    place: Path, teacher: Path, plain: Engine
-) -> None:
+def test_preemption_and_prefix_cache_change_no_token(place: Path, teacher: Path, plain: Engine) -> None:
     """Long prompts with one beginning, at temperature 1.5 too, in a cache that holds three rows."""
-    jobs = [
-        Job(" ".join([*PROMPTS, *PROMPTS, PROMPTS[i % 8]]), i, (1.5, 1.0)[i % 2], 1.0, 60)
-        for i in range(12)
-    ]
+    jobs = [Job(" ".join([*PROMPTS, *PROMPTS, PROMPTS[i % 8]]), i, (1.5, 1.0)[i % 2], 1.0, 60) for i in range(12)]
     expected = plain.serve(jobs, 2)
     assert not expected["preempted"]
     options = {"num_gpu_blocks_override": 16, "block_size": 32}
@@ -144,9 +136,7 @@ def test_preemption_and_prefix_cache_change_no_token(
     assert found["preempted"] and any(row["cached"] for row in found["rows"])
 
 
-def test_hidden_states_are_the_models_own(
-    place: Path, teacher: Path, shared: Path, tmp_path: Path
-) -> None:
+def test_hidden_states_are_the_models_own(place: Path, teacher: Path, shared: Path, tmp_path: Path) -> None:
     """Eight requests at a time; the store beside transformers."""
     text = shared / "data" / "tinystories" / "tinystories_b.txt"
     own: dict[str, Any] = {"device": "cpu", "teacher": {"location": str(teacher)}}
@@ -191,9 +181,7 @@ def passes_with(heads: Medusa, prompt: list[int], tokens: list[int]) -> int:
     return passes
 
 
-def test_the_engine_loads_exported_heads(
-    place: Path, teacher: Path, expected: list[list[int]], tmp_path: Path
-) -> None:
+def test_the_engine_loads_exported_heads(place: Path, teacher: Path, expected: list[list[int]], tmp_path: Path) -> None:
     """vLLM's own MedusaModel: no token differs, and it drafts what our heads propose."""
     heads, folder = write_heads(tmp_path / "heads", teacher)
     drafts = {"method": "medusa", "model": str(folder), "num_speculative_tokens": 2}
@@ -203,8 +191,7 @@ def test_the_engine_loads_exported_heads(
     assert [row["tokens"] for row in found] == expected
     words = AutoTokenizer.from_pretrained(teacher)
     ours = [
-        passes_with(heads, words(job.prompt)["input_ids"], tokens)
-        for job, tokens in zip(JOBS, expected, strict=True)
+        passes_with(heads, words(job.prompt)["input_ids"], tokens) for job, tokens in zip(JOBS, expected, strict=True)
     ]
     passes = [row["passes"] for row in found]
     assert sum(passes) < sum(len(tokens) for tokens in expected)

@@ -16,15 +16,7 @@ from torch import Tensor
 
 from evaluation.samples import read_samples
 from evaluation.scorers import make_scorers
-from evaluation.served_certificate import (
-    LEAST_P,
-    TIES,
-    Answer,
-    allowed,
-    answers_of,
-    certify_answers,
-    judge,
-)
+from evaluation.served_certificate import LEAST_P, TIES, Answer, allowed, answers_of, certify_answers, judge
 from evaluation.text.reading import token_margins
 from shards.errors import UsageError
 from tests.commands import call
@@ -73,8 +65,7 @@ def found(samples: Path) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("tau", "cut"),
-    [(1.0, ()), (0.7, ()), (0.9, ("--nucleus-p", 0.7)), (1.0, ("--top-k", 3, "--nucleus-p", 0.9))],
+    ("tau", "cut"), [(1.0, ()), (0.7, ()), (0.9, ("--nucleus-p", 0.7)), (1.0, ("--top-k", 3, "--nucleus-p", 0.9))]
 )
 @pytest.mark.parametrize("model", ["mdlm", "plain"])
 def test_verified_samples_agree_everywhere(
@@ -116,9 +107,7 @@ def test_a_file_cannot_call_its_tokens_given(models: Path, tmp_path: Path, told:
         assert said in one_line(told())
 
 
-def test_samples_drawn_again_are_certified_by_the_noise_of_their_last_try(
-    models: Path, tmp_path: Path
-) -> None:
+def test_samples_drawn_again_are_certified_by_the_noise_of_their_last_try(models: Path, tmp_path: Path) -> None:
     """More entropy is asked for than eight tokens can have, so that no draw will do."""
     least = ("--min-entropy", 3, "--set", "stop.entropy_window=8", "--set", "stop.max_tries=2")
     sample_coupled(models, tmp_path, *least)
@@ -169,9 +158,7 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return store_of(folder / "store", write_backbone(folder / "backbone", "qwen2"))
 
 
-def test_medusa_samples_are_certified_by_their_backbone(
-    store: Path, tmp_path: Path, told: Told
-) -> None:
+def test_medusa_samples_are_certified_by_their_backbone(store: Path, tmp_path: Path, told: Told) -> None:
     """Heads trained, sampled and certified by the commands; other acceptance has no certificate."""
     backbone, samples = tmp_path / "backbone", tmp_path / "coupled"
     shutil.copytree(store.with_name("backbone"), backbone)
@@ -385,9 +372,7 @@ def test_what_an_answer_leaves_out_is_known_from_its_request() -> None:
 @pytest.mark.parametrize("gap", [1e-6, 1e-3])
 def test_only_what_rounding_can_do_is_a_tie(gap: float) -> None:
     """A greedy token that is the second best, by so much of a logit of size 1."""
-    verdict = judge(
-        Answer("", [0], [1], temperature=0), torch.tensor([[1.0, 1 - gap]]), TIES["float32"]
-    )
+    verdict = judge(Answer("", [0], [1], temperature=0), torch.tensor([[1.0, 1 - gap]]), TIES["float32"])
     assert (verdict.num_ties, verdict.num_faults) == ((1, 0) if gap < 1e-5 else (0, 1))
 
 

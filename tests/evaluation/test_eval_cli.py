@@ -24,15 +24,7 @@ from evaluation.text.distance import Estimate
 from evaluation.text.reading import JudgeModel, generative_perplexity, load_judge
 from evaluation.text.reference import ReferenceText, Ruler
 from shards.errors import GdistillError, UsageError
-from tests.evaluation.kit import (
-    evaluate,
-    markov_text,
-    nll_nats,
-    results,
-    scores_by_name,
-    write_lines,
-    write_tokens,
-)
+from tests.evaluation.kit import evaluate, markov_text, nll_nats, results, scores_by_name, write_lines, write_tokens
 
 PATHS = (("right", "right"), ("up", "right", "right", "down"))
 MAZE = Maze(("...", "S.T"), (1, 0), (1, 2), PATHS, 4)
@@ -80,9 +72,7 @@ def tables(folder: Path) -> dict[str, list[dict[str, str]]]:
     """Rows of the report's tables by title, each by column."""
     found = {}
     for part in (folder / "tables.md").read_text().split("### ")[1:]:
-        title, header, _, *rows = (
-            line.strip("| ").split(" | ") for line in part.splitlines() if line
-        )
+        title, header, _, *rows = (line.strip("| ").split(" | ") for line in part.splitlines() if line)
         of_header = (row for row in rows if len(row) == len(header))
         found[title[0]] = [dict(zip(header, row, strict=True)) for row in of_header]
     return found
@@ -117,9 +107,7 @@ def test_the_maze_is_compared_with_what_its_name_says(tmp_path: Path, maze: Path
     assert "teacher" not in json.dumps(part)
 
 
-def test_samples_that_cannot_be_read_are_named(
-    tmp_path: Path, judge_folder: Path, maze: Path
-) -> None:
+def test_samples_that_cannot_be_read_are_named(tmp_path: Path, judge_folder: Path, maze: Path) -> None:
     """Without a text, as the sampler writes them for a student without a tokenizer."""
     file = write_samples(tmp_path / "samples.jsonl", "a", None)
     for words in (("--judge", judge_folder), ("--maze", maze)):
@@ -179,9 +167,7 @@ def texts_read_by_a_model() -> Iterator[list[int]]:
 
 
 @pytest.mark.slow
-def test_mauve_of_two_files_reads_the_references_once(
-    tmp_path: Path, judge_folder: Path, judge: JudgeModel
-) -> None:
+def test_mauve_of_two_files_reads_the_references_once(tmp_path: Path, judge_folder: Path, judge: JudgeModel) -> None:
     near = ["a " * (1 + number % 3) for number in range(260)]
     far = ["b " * (4 + number % 5) for number in range(260)]
     references = write_samples(tmp_path / "reference.jsonl", *near)
@@ -265,10 +251,7 @@ def test_scores_against_a_store_need_no_model(tmp_path: Path, chain: Path) -> No
     value, low, high, *of_floor = (f"{figure:.3g}" for figure in figures)
     assert [*shown["energy_distance"].values()][1:4] == [value, f"{low}, {high}", of_floor[0]]
     assert shown["energy_distance"]["95% of floor"] == ", ".join(of_floor[1:])
-    assert [shown[name]["ranks"] for name in ("energy_distance", "repeated_4_grams")] == [
-        "yes",
-        "no",
-    ]
+    assert [shown[name]["ranks"] for name in ("energy_distance", "repeated_4_grams")] == ["yes", "no"]
     memorised = [one["memorised_16_grams"]["value"] for one in scores]
     assert memorised[2] == 1.0 and max(memorised[:2]) < 0.1
     assert "mauve" not in scores[0] and {"repeated_4_grams", "distinct_beginnings"} < set(scores[0])
@@ -301,9 +284,7 @@ def test_a_sweep_is_a_frontier(tmp_path: Path, chain: Path) -> None:
     assert (tmp_path / "out" / "frontier.png").stat().st_size > 1000
 
 
-def point(
-    model: str, passes: float, value: float, perplexity: float, chosen_by: float = 0
-) -> Point:
+def point(model: str, passes: float, value: float, perplexity: float, chosen_by: float = 0) -> Point:
     distance = Estimate(value, value, value)
     return Point(model, "", passes, None, chosen_by, distance, perplexity, {})
 
@@ -352,9 +333,7 @@ def filled(tmp_path: Path, judge_folder: Path) -> Path:
     return tmp_path
 
 
-def test_the_filled_part_and_the_whole_row_by_hand(
-    filled: Path, judge_folder: Path, judge: JudgeModel
-) -> None:
+def test_the_filled_part_and_the_whole_row_by_hand(filled: Path, judge_folder: Path, judge: JudgeModel) -> None:
     words = ("--infill", filled / "rows.jsonl", "--judge", judge_folder)
     evaluate(filled / "samples", *words, "--tokenizer", judge_folder)
     (part,) = results(filled / "samples").values()

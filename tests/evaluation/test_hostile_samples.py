@@ -18,14 +18,7 @@ from typing import Any
 import pytest
 
 from evaluation.report import Table
-from evaluation.samples import (
-    MAX_LINE_BYTES,
-    drawn_with,
-    find_sample_files,
-    parse_json,
-    read_references,
-    read_samples,
-)
+from evaluation.samples import MAX_LINE_BYTES, drawn_with, find_sample_files, parse_json, read_references, read_samples
 from evaluation.text.reading import readings_folder
 from shards.errors import GdistillError, UsageError, visible
 from tests.commands import call
@@ -64,9 +57,7 @@ class Stage:
 
     def __init__(self, home: Path, judge: Path, teacher: Path) -> None:
         self.home = home
-        self.samples, self.sound = (
-            write(home / name, record(0), record(1)) for name in ("samples", "sound")
-        )
+        self.samples, self.sound = (write(home / name, record(0), record(1)) for name in ("samples", "sound"))
         (home / "precious").mkdir()
         (home / "precious/file").write_text('{"torn": ')
         rows = ({"tokens": record(index)["tokens"], "masked": [1, 5]} for index in (0, 1))
@@ -106,9 +97,7 @@ def teacher(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def stage(
-    tmp_path: Path, judge_folder: Path, teacher: Path, monkeypatch: pytest.MonkeyPatch
-) -> Stage:
+def stage(tmp_path: Path, judge_folder: Path, teacher: Path, monkeypatch: pytest.MonkeyPatch) -> Stage:
     monkeypatch.chdir(tmp_path)
     return Stage(tmp_path, judge_folder, teacher)
 
@@ -327,9 +316,7 @@ def assert_inert(page: Path) -> None:
 
 
 @pytest.mark.parametrize("name", READ)
-def test_what_is_shown_stays_text(
-    name: str, stage: Stage, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_is_shown_stays_text(name: str, stage: Stage, capsys: pytest.CaptureFixture[str]) -> None:
     READ[name](stage.samples)
     for door in DOORS:
         code = stage.run(door)
@@ -381,9 +368,7 @@ def test_readings_are_kept_where_programs_of_the_user_keep_theirs(
     assert readings_folder(tmp_path / "one") == tmp_path / ".cache/gdistill/judged" / one.name
 
 
-def test_odd_readings_are_read_again_and_links_not_written(
-    stage: Stage, cache: Path, told: Told
-) -> None:
+def test_odd_readings_are_read_again_and_links_not_written(stage: Stage, cache: Path, told: Told) -> None:
     assert stage.run("score") == 0
     first = results(stage.samples)
     (kept,) = cache.rglob("*.judged")

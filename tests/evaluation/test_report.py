@@ -138,9 +138,7 @@ def inspect(chromium: str, page: Path, width: int, is_dark: bool) -> list[str]:
 
 
 @pytest.mark.parametrize(("width", "is_dark"), [(360, True), (1200, False)])
-def test_a_browser_shows_it_at_any_width_and_in_the_dark(
-    tmp_path: Path, width: int, is_dark: bool
-) -> None:
+def test_a_browser_shows_it_at_any_width_and_in_the_dark(tmp_path: Path, width: int, is_dark: bool) -> None:
     chromium = next(filter(None, map(shutil.which, ("chromium", "chromium-browser"))), None)
     if chromium is None:
         pytest.skip("no Chromium is installed")
@@ -302,8 +300,7 @@ def test_numbers_measured_differently_share_no_column(tmp_path: Path) -> None:
     decisive = {"entropy_nats": "tokens_per_sample", "mauve": "num_references"}
     for name, field in (decisive | {"total_variation_to_uniform": "uniform over"}).items():
         runs = [
-            replace(read_run(str(one))[0], scores={name: Score(name, 1.0, 2, settings={field: n})})
-            for n in (8, 16)
+            replace(read_run(str(one))[0], scores={name: Score(name, 1.0, 2, settings={field: n})}) for n in (8, 16)
         ]
         with pytest.raises(UsageError, match=f"{name} was measured differently .*{field}"):
             require_one_kind(name, runs)

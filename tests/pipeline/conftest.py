@@ -57,9 +57,7 @@ def sentence_corpus(tmp_path: Path, sentences: list[str]) -> CorpusConfig:
 def prepare(sentence_corpus: CorpusConfig, bpe: PreTrainedTokenizerFast) -> Prepare:
     """Stage 1 of the sentences, or of a text, with changed settings, into a folder."""
 
-    def prepared(
-        out: Path, limits: Any = None, tokenizer: Any = bpe, **changes: Any
-    ) -> TokenDataset:
+    def prepared(out: Path, limits: Any = None, tokenizer: Any = bpe, **changes: Any) -> TokenDataset:
         config = dataclasses.replace(sentence_corpus, **changes)
         return prepare_tokens(config, tokenizer, out, limits=limits)
 

@@ -112,9 +112,7 @@ def test_rows_are_begun_once_and_their_first_token_never_counts(teacher: Path) -
     assert nothing.tolist() == [~EOS, EOS, EOS]
 
 
-def test_padding_is_no_part_of_the_unigram(
-    conversations: ShardStore, teacher: Path, tmp_path: Path
-) -> None:
+def test_padding_is_no_part_of_the_unigram(conversations: ShardStore, teacher: Path, tmp_path: Path) -> None:
     """Nor are questions, where there are answers; each of these ends once. Of prompts all tokens
     that are given count."""
     rows = conversations.split("train").read_rows(0, conversations.manifest.splits["train"])
@@ -148,9 +146,7 @@ def test_only_counted_tokens_have_noise(conversations: ShardStore, tmp_path: Pat
         convert(conversations, str(tmp_path / "out"), make_codec("seeded"), Bar())
 
 
-def student_and_batch(
-    store: ShardStore, name: str, noise: str = "gumbel", **changes: Any
-) -> tuple[Any, Batch]:
+def student_and_batch(store: ShardStore, name: str, noise: str = "gumbel", **changes: Any) -> tuple[Any, Batch]:
     """A small student of that kind, and the first four rows as it is given them."""
     config = tiny_run(student=name, model__conditioning=noise, **changes)
     torch.manual_seed(0)
@@ -254,10 +250,7 @@ def test_conversations_are_packed_and_scored_in_one_way(teacher: Path, tmp_path:
             run(tmp_path / "run", {**given(teacher, corpus), **change})
 
 
-PROMPTS = [
-    *({"messages": turns(f"w{i} w{i + 1}")} for i in range(2, 12)),
-    *({"prompt": f"w{i}"} for i in range(2, 8)),
-]
+PROMPTS = [*({"messages": turns(f"w{i} w{i + 1}")} for i in range(2, 12)), *({"prompt": f"w{i}"} for i in range(2, 8))]
 
 
 def complete(teacher: Path, prompts: Path, out: Path) -> list[str]:

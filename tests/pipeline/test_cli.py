@@ -13,12 +13,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import (
-    GraniteConfig,
-    GraniteForCausalLM,
-    MambaConfig,
-    MambaForCausalLM,
-)
+from transformers import GraniteConfig, GraniteForCausalLM, MambaConfig, MambaForCausalLM
 
 from pipeline.extract import Extractor
 from pipeline.maze import MazeTeacherConfig
@@ -273,9 +268,7 @@ def test_settings_come_from_file_options_and_overrides(tmp_path: Path, corpus: P
             resolve_request(tmp_path, given, [], file)
 
 
-def test_every_option_reaches_the_run(
-    command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_option_reaches_the_run(command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[tuple[ExtractRequest, Worker]] = []
     for name in ("run_extraction", "run_tokens"):
         monkeypatch.setattr(f"pipeline.run.{name}", lambda *given: seen.append(given) or [])
@@ -313,9 +306,7 @@ def test_every_codec_runs_from_the_command_line(extract: Command, tmp_path: Path
         assert ShardStore.open(out / "store").codec.name == codec
 
 
-def test_maze_brings_its_own_teacher(
-    command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_maze_brings_its_own_teacher(command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     small = MazeTeacherConfig(2, num_heads=2, hidden_size=32, num_steps=120, learning_rate=1e-2)
     monkeypatch.setattr("pipeline.maze.demo_teacher_config", lambda: small)
     words = ["--corpus", "maze:k4", "--teacher-preset", "demo", "--out", tmp_path]
@@ -406,9 +397,7 @@ def test_stores_that_cannot_be(tmp_path: Path, asked: Asked) -> None:
     assert (tmp_path / "file").read_text() == "mine"
 
 
-def test_the_manifest_names_the_corpus_and_not_its_place(
-    finished: Path, teacher: Path, corpus: Path
-) -> None:
+def test_the_manifest_names_the_corpus_and_not_its_place(finished: Path, teacher: Path, corpus: Path) -> None:
     manifest = (finished / "store" / "manifest.json").read_text()
     for place in (finished, corpus.parent, teacher.parent):
         assert str(place) not in manifest

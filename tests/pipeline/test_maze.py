@@ -21,9 +21,7 @@ TINY = MazeTeacherConfig(2, num_heads=2, hidden_size=32, num_steps=120, learning
 MOST_EXCESS_NATS = 0.1
 
 
-@pytest.mark.parametrize(
-    ("layout", "lengths"), [("k4", {9: 4}), ("m57", {5: 2, 7: 11, 9: 44})], ids=["k4", "m57"]
-)
+@pytest.mark.parametrize(("layout", "lengths"), [("k4", {9: 4}), ("m57", {5: 2, 7: 11, 9: 44})], ids=["k4", "m57"])
 def test_built_in_layouts_have_the_known_paths(layout: str, lengths: dict[int, int]) -> None:
     maze = load_maze(layout)
     paths = maze.paths()

@@ -156,9 +156,7 @@ def test_a_cpus_rate_follows_from_the_product_that_was_timed(
     plan = planned(asked(device="cpu"))
     (rate,) = plan.rates
     flops_per_second = 0.4 * 905_969_664 / 0.002
-    assert rate.tokens_per_second * 2 * plan.teacher.num_parameters == pytest.approx(
-        flops_per_second
-    )
+    assert rate.tokens_per_second * 2 * plan.teacher.num_parameters == pytest.approx(flops_per_second)
 
 
 def test_bytes_are_those_the_run_writes(tmp_path: Path, teacher: Path, planned: Planned) -> None:
@@ -181,9 +179,7 @@ def test_neighbours_that_are_alike_widen_the_error() -> None:
     assert Estimate(256, [[1.0] * 16] * 16, []).standard_error == 0
 
 
-def test_a_corpus_out_of_reach_leaves_the_reference_columns(
-    tmp_path: Path, teacher: Path, planned: Planned
-) -> None:
+def test_a_corpus_out_of_reach_leaves_the_reference_columns(tmp_path: Path, teacher: Path, planned: Planned) -> None:
     plan = planned(options(teacher, tmp_path / "absent.txt"))
     assert list(plan.num_tokens) == ["OpenWebText", "FineWeb scale"]
     assert "cannot be read here" in plan.token_origin

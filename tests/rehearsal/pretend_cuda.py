@@ -274,9 +274,7 @@ def _is_masked_fill(name: str, args: Any) -> bool:
     return len(masks) == 1 and args[2].numel() == 1 and not (len(args) > 3 and args[3])
 
 
-def _compute(
-    func: Any, name: str, args: Any, kwargs: dict[str, Any], given: list[Any], wrap: bool
-) -> Any:
+def _compute(func: Any, name: str, args: Any, kwargs: dict[str, Any], given: list[Any], wrap: bool) -> Any:
     bare_args, bare_kwargs = tree_map(_bare, (args, kwargs))
     bare_kwargs.pop("pin_memory", None)
     if _is_device(bare_kwargs.get("device")):

@@ -87,11 +87,7 @@ def write_pending(writer: ShardWriter) -> None:
 
 def file_bytes(root: Path) -> dict[str, bytes]:
     """Every file below a folder."""
-    return {
-        path.relative_to(root).as_posix(): path.read_bytes()
-        for path in sorted(root.rglob("*"))
-        if path.is_file()
-    }
+    return {path.relative_to(root).as_posix(): path.read_bytes() for path in sorted(root.rglob("*")) if path.is_file()}
 
 
 def teacher_rows(split: str) -> tuple[TeacherOutput, dict[str, torch.Tensor]]:

@@ -40,9 +40,7 @@ def test_writers_of_one_process_id_do_not_meet(tmp_path: Path) -> None:
     assert [found.name for found in tmp_path.iterdir()] == ["config.json"]
 
 
-def test_what_a_killed_writer_left_is_no_content(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_a_killed_writer_left_is_no_content(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "results.json"
     with monkeypatch.context() as patch:
         patch.setattr(os, "replace", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
@@ -86,9 +84,7 @@ def test_every_created_folder_is_synced_into_its_parent(tmp_path: Path, synced: 
     assert synced == [root / "train/ids/c/4/0"], "a deleted file stays deleted"
 
 
-def test_a_published_folder_is_on_disk_before_its_name_and_its_name_too(
-    tmp_path: Path, synced: list[Path]
-) -> None:
+def test_a_published_folder_is_on_disk_before_its_name_and_its_name_too(tmp_path: Path, synced: list[Path]) -> None:
     work, final = tmp_path / ".work", tmp_path / "model"
     (work / "sub").mkdir(parents=True)
     (work / "sub/weights").write_bytes(b"x")
@@ -129,9 +125,7 @@ def test_a_folder_is_held_while_a_run_lasts_and_free_after_it(tmp_path: Path) ->
     assert (tmp_path / ".lock").read_text() == "mine", "a lock is no reason to empty a file"
 
 
-def test_who_asks_keeps_no_run_from_beginning_and_is_no_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_who_asks_keeps_no_run_from_beginning_and_is_no_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It holds the folder for an instant, together with others who ask."""
     with exclusive(tmp_path):
         pass
@@ -186,9 +180,7 @@ def test_progress_where_there_is_no_terminal(
     assert capsys.readouterr().err == ""
 
 
-def test_progress_for_machines(
-    later: Callable[[float], None], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_progress_for_machines(later: Callable[[float], None], capsys: pytest.CaptureFixture[str]) -> None:
     use_log_format("json")
     with progress_bar("train mdlm", 12_000, done=2_000) as bar:
         bar.note("loss 3.5", loss=3.5, step=7)
@@ -245,20 +237,14 @@ def test_a_checkout_tells_its_commit_and_whether_it_was_changed(
         stamp.cache_clear()
 
 
-def test_an_ended_process_has_ended_and_what_is_not_certain_is_not_concluded(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_an_ended_process_has_ended_and_what_is_not_certain_is_not_concluded(monkeypatch: pytest.MonkeyPatch) -> None:
     code = "import json; from shards.store.remote import *; print(json.dumps(this_process()))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True)
     ended = json.loads(done.stdout)  # a process that has ended and been reaped, as it named itself
     assert has_ended(ended) and not has_ended(this_process())
     assert has_ended({**this_process(), "started": "1"}), "an id given to another process"
     assert not has_ended({name: ended[name] for name in ("host", "pid")}), "in doubt"
-    unsure = {
-        "pid_space": (None, "another boot pid:[4026531836]"),
-        "started": (None,),
-        "pid": ("x", 0, 10**30, None),
-    }
+    unsure = {"pid_space": (None, "another boot pid:[4026531836]"), "started": (None,), "pid": ("x", 0, 10**30, None)}
     for name, value in ((name, value) for name, values in unsure.items() for value in values):
         assert not has_ended({**ended, name: value}), (name, value)
     monkeypatch.setattr(process_identity, "BOOT_ID", Path("/proc/no such file"))

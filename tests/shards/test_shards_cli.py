@@ -66,8 +66,7 @@ def test_info_says_what_is_there(run: Run, sound: Path, tmp_path: Path) -> None:
     assert part["bytes_per_token"] * part["num_tokens"] == pytest.approx(left)
     # Shuffling keeps rows times the decoded bytes of each: a small split whole, chunk by chunk.
     row_bytes = LENGTH * sum(
-        math.prod(spec.trailing_shape) * np.dtype(spec.dtype).itemsize
-        for spec in writer.manifest.all_arrays.values()
+        math.prod(spec.trailing_shape) * np.dtype(spec.dtype).itemsize for spec in writer.manifest.all_arrays.values()
     )
     for split, rows in SPLITS.items():
         told, chunk = value["shuffling"][split], writer.manifest.rows_per_chunk
@@ -81,9 +80,7 @@ def test_info_says_what_is_there(run: Run, sound: Path, tmp_path: Path) -> None:
     assert f"{value['bytes_per_token']:.1f}; fp16 vectors 100: {ratio:.1f} x this store" in text
 
 
-def test_info_tells_the_pace_of_a_store_at_work(
-    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_info_tells_the_pace_of_a_store_at_work(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     writer = open_writer(tmp_path)
     assert "0 shards in work" in run("info", tmp_path)[1]
     shards = [*writer.pending("train"), *writer.pending("validation")]
@@ -135,9 +132,7 @@ def test_the_printed_remedy_heals_a_store(run: Run, sound: Path, tmp_path: Path)
         assert run("verify", place)[0] == 0
 
 
-def test_a_converted_store_names_its_source_and_is_resumed(
-    run: Run, posterior: ShardStore, tmp_path: Path
-) -> None:
+def test_a_converted_store_names_its_source_and_is_resumed(run: Run, posterior: ShardStore, tmp_path: Path) -> None:
     out, codec = tmp_path / "out", ("--codec", "seeded", "--set", "tolerance_nats=0.02")
     arguments = ("convert", posterior.location.url, *codec, "--out", out)
     code, text = run(*arguments)
@@ -226,9 +221,7 @@ def test_merged_parts_are_the_whole(run: Run, sound: Path, tmp_path: Path) -> No
     assert file_bytes(tmp_path / "other") == file_bytes(sound)
 
 
-def test_merging_mends_what_is_there_and_leaves_a_claimed_shard_alone(
-    run: Run, sound: Path, tmp_path: Path
-) -> None:
+def test_merging_mends_what_is_there_and_leaves_a_claimed_shard_alone(run: Run, sound: Path, tmp_path: Path) -> None:
     out, record = tmp_path / "out", "ledger/train/000001.json"
     writer = open_writer(out)
     with writer.claim(writer.pending("train")[1]) as mine:
@@ -254,9 +247,7 @@ def test_the_view_of_a_row(posterior: ShardStore) -> None:
     assert first == "#0" and [view.position for view in views] == [*range(1, LENGTH)]
     rows = posterior.split("train").read_rows(9, 10)
     gumbels = stored_noise(posterior, "train", 9, rows).gumbels()
-    for view, xi, log_probs, token in zip(
-        views, gumbels, output.log_probs[9], output.tokens[9], strict=True
-    ):
+    for view, xi, log_probs, token in zip(views, gumbels, output.log_probs[9], output.tokens[9], strict=True):
         probs = log_probs.exp()
         assert view.text == f"#{int(token)}" and view.gumbel == float(xi[token])
         assert view.gumbel_rank == 1 + sorted(xi, reverse=True).index(xi[token])
@@ -274,9 +265,7 @@ def test_the_view_of_a_row(posterior: ShardStore) -> None:
 
 
 @pytest.mark.parametrize("text", ["$$", "#$#$", "a\x1b[2Jb", "\\frac{", "<b>x"])
-def test_show_of_any_text_in_any_codec(
-    run: Run, tmp_path: Path, text: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_show_of_any_text_in_any_codec(run: Run, tmp_path: Path, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A token's own xi is shown also where the student is not shown it."""
     store = write_encoded(tmp_path / "store", make_codec("topk", num_entries=4))
     monkeypatch.setattr("shards.tools.row_view.words_of", lambda _: lambda _: text)
@@ -308,10 +297,7 @@ def test_the_page_and_the_picture_never_share_a_name(
     assert "<script" not in page and "&lt;script&gt;" in page
 
 
-SOURCES = {
-    "hidden": make_codec("hidden", dtype="float16"),
-    "posterior": make_codec("posterior", num_entries=VOCAB),
-}
+SOURCES = {"hidden": make_codec("hidden", dtype="float16"), "posterior": make_codec("posterior", num_entries=VOCAB)}
 TARGETS = {
     "seeded": (make_codec("seeded"), 0.03),
     "topk": (make_codec("topk", num_entries=VOCAB), 0.03),
@@ -354,9 +340,7 @@ def test_what_was_converted_decodes_to_the_same_draw(
             np.testing.assert_allclose(stored, own, rtol=1e-6)
 
 
-def test_a_subset_tells_its_store_and_is_taken_for_no_other(
-    source: ShardStore, tmp_path: Path
-) -> None:
+def test_a_subset_tells_its_store_and_is_taken_for_no_other(source: ShardStore, tmp_path: Path) -> None:
     """Even with all rows: what was done to a store belongs to what it is."""
     record_ways(source.location, [{"device": "cpu"}])
     subset(source, str(tmp_path / "all"), SPLITS, Bar())

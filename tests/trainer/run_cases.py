@@ -23,9 +23,7 @@ VOCAB, LENGTH, SEED = 12, 8, 7
 ROWS = {"train": 40, "validation": 10}
 
 
-def write_store(
-    path: Path, codec_name: str = "posterior", num_entries: int = 4, **changes: Any
-) -> Path:
+def write_store(path: Path, codec_name: str = "posterior", num_entries: int = 4, **changes: Any) -> Path:
     """A finished store of random rows under a random bigram teacher.
 
     ``num_entries`` are of codec ``posterior``; ``changes`` are other fields of the manifest, and

@@ -27,9 +27,7 @@ def bert(**changes: Any) -> Any:
     size = {"vocab_size": VOCAB + 1, "hidden_size": WIDTH, "intermediate_size": 32}
     heads = {"num_hidden_layers": 1, "num_attention_heads": 2, "max_position_embeddings": 32}
     dropout = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-    return transformers.BertForMaskedLM(
-        transformers.BertConfig(**{**size, **heads, **dropout, **changes})
-    ).eval()
+    return transformers.BertForMaskedLM(transformers.BertConfig(**{**size, **heads, **dropout, **changes})).eval()
 
 
 def prior(places: Places) -> KeyedPrior:

@@ -205,10 +205,7 @@ def test_a_tokenizer_comes_along(golden: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("name", "config", "missing"),
-    [
-        ("bd3lms-tiny", {"model__length": 16}, {"block_size": 8}),
-        ("mdlm-gumbel-tiny", {}, {"row_length": 16}),
-    ],
+    [("bd3lms-tiny", {"model__length": 16}, {"block_size": 8}), ("mdlm-gumbel-tiny", {}, {"row_length": 16})],
 )
 def test_what_the_config_lacks_must_be_given(
     golden: Path, tmp_path: Path, name: str, config: dict[str, Any], missing: dict[str, int]

@@ -241,9 +241,7 @@ def test_a_sweep_writes_a_folder_that_describes_itself(models: Path, tmp_path: P
     assert (tmp_path / "nucleus_p=1" / "samples.jsonl").read_bytes() == before
 
 
-def test_a_cached_model_is_sampled_by_its_id(
-    models: Path, tmp_path: Path, monkeypatch: Any, capsys: Any
-) -> None:
+def test_a_cached_model_is_sampled_by_its_id(models: Path, tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
     repository = tmp_path / "cache" / "models--someone--student"
     (repository / "refs").mkdir(parents=True)
     (repository / "refs" / "main").write_text("0123abc")
@@ -314,9 +312,7 @@ def test_what_a_verifier_gained_is_said(models: Path, tmp_path: Path, capsys: An
     assert agreed and passes < 33, "much noise decides for both"
 
 
-def test_what_tolerates_tf32_has_it_and_says_so(
-    models: Path, tmp_path: Path, monkeypatch: Any, capsys: Any
-) -> None:
+def test_what_tolerates_tf32_has_it_and_says_so(models: Path, tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
     """Not under a verifier, whose two passes must agree; nor where autocast has bfloat16."""
     asked: list[str] = []
     narrow: list[bool] = []

@@ -250,9 +250,7 @@ class BatchMaker:
             seed = derive_seed(self.seed, "noise")
             draw = batch.epoch if self.num_draws is None else batch.epoch % self.num_draws
         own = batch.tokens, batch.token_log_probs, batch.row_ids
-        return replace(
-            batch, noise=StoredRowNoise(codec, arrays, *own, seed, draw, self._resources)
-        )
+        return replace(batch, noise=StoredRowNoise(codec, arrays, *own, seed, draw, self._resources))
 
 
 # Where a mask is true, listed once: a list of unknown length makes the host wait for the GPU.

@@ -69,9 +69,7 @@ SCHEDULES: dict[str, Schedule] = {
     "loglinear": Schedule(lambda t: t, lambda t: 1 / t),
     "square": _power(2.0),
     "square_root": _power(0.5),
-    "log": Schedule(
-        _log_probability, lambda t: 1 / (_log_probability(t) * math.log(2.0) * (1 + t))
-    ),
+    "log": Schedule(_log_probability, lambda t: 1 / (_log_probability(t) * math.log(2.0) * (1 + t))),
     "cosine": Schedule(_cosine_probability, _cosine_weight),
 }
 
@@ -86,9 +84,7 @@ def rate_noise(t: Float[Tensor, "*s"]) -> Float[Tensor, "*s"]:
     return (1 - FLOOR) / (1 - (1 - FLOOR) * t)
 
 
-RATE_SCHEDULE = Schedule(
-    lambda t: -torch.expm1(-total_noise(t)), lambda t: rate_noise(t) / torch.expm1(total_noise(t))
-)
+RATE_SCHEDULE = Schedule(lambda t: -torch.expm1(-total_noise(t)), lambda t: rate_noise(t) / torch.expm1(total_noise(t)))
 SIGMA_MAX = float(total_noise(torch.tensor(1.0)))
 
 
@@ -126,9 +122,7 @@ def stratified_times(
     block = torch.arange(num_blocks, device=uniforms.device)
     stratum = slots.to(uniforms.device)[:, None] * num_blocks + block
     num_strata = global_batch_size * num_blocks
-    v = fully_masked_quantile(
-        (uniforms / num_strata + stratum / num_strata) % 1, fully_masked_share
-    )
+    v = fully_masked_quantile((uniforms / num_strata + stratum / num_strata) % 1, fully_masked_share)
     return v * (max_time - min_time) + min_time
 
 
@@ -168,11 +162,7 @@ def draw_mask(
 
 
 def _redraw(
-    mask: Tensor,
-    uniforms: Callable[[int], Tensor],
-    p: Tensor,
-    num_blocks: int,
-    bounds: tuple[float, float],
+    mask: Tensor, uniforms: Callable[[int], Tensor], p: Tensor, num_blocks: int, bounds: tuple[float, float]
 ) -> Tensor:
     if bounds[0] <= 0 and bounds[1] >= 1:
         return mask
@@ -282,9 +272,7 @@ def corruption_from_uniforms(
     return Corruption(t, mask, weight, masking_sigma(p[:, 0]))
 
 
-def corrupt(
-    rows: Batch, settings: DiffusionSettings, num_blocks: int, bounds: tuple[float, float]
-) -> Corruption:
+def corrupt(rows: Batch, settings: DiffusionSettings, num_blocks: int, bounds: tuple[float, float]) -> Corruption:
     """Times and masks of a batch, a pure function of (seed, epoch, row ids, slots)."""
     times, length = row_uniforms("time", rows, 0, num_blocks), rows.tokens.shape[1]
 

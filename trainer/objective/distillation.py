@@ -85,9 +85,7 @@ class Distillation:
     weight: float = 1.0
     temperature: float = 1.0
 
-    def losses(
-        self, log_probs: Float[Tensor, "c v1"], targets: Int[Tensor, "c"], rows: slice
-    ) -> Float[Tensor, "c"]:
+    def losses(self, log_probs: Float[Tensor, "c v1"], targets: Int[Tensor, "c"], rows: slice) -> Float[Tensor, "c"]:
         """Of some of the positions, nats.
 
         Args:

@@ -19,14 +19,7 @@ from torch import Tensor
 
 from shards.settings import setting
 from trainer.objective.batch import Places
-from trainer.sampling.fill import (
-    Pass,
-    Rows,
-    Sampler,
-    check_length,
-    check_times,
-    require_whole_row_student,
-)
+from trainer.sampling.fill import Pass, Rows, Sampler, check_length, check_times, require_whole_row_student
 from trainer.sampling.noise import STEPS_PER_ATTEMPT, RowNoise, SampleKeys, position_chunks
 from trainer.sampling.verifier import CausalReader, SecondModel
 from trainer.students.registry import Student
@@ -87,9 +80,7 @@ class AdaptiveSampler(SecondModel, Sampler):
         self.load(student).require_context(tokens.shape[1])
         require_whole_row_student(student, "adaptive")
 
-    def start(
-        self, student: Student, tokens: Int[Tensor, "b l"], noise: RowNoise, keys: SampleKeys
-    ) -> AdaptiveRows:
+    def start(self, student: Student, tokens: Int[Tensor, "b l"], noise: RowNoise, keys: SampleKeys) -> AdaptiveRows:
         """See :class:`Sampler`."""
         rows, verifier = AdaptiveRows(student, tokens, noise, keys), self.load(student)
         rows.active = rows.masked.any(dim=1).nonzero()[:, 0]
@@ -133,10 +124,7 @@ class AdaptiveSampler(SecondModel, Sampler):
             logits = rows.reader.next_logits(tokens, last, width)
             verdict = logits[row, position - last[row] + width - 1].log_softmax(dim=-1)
             mixed = [
-                self.rule.choose(
-                    mixture(log_probs[chunk], verdict[chunk], self.mixture_weight),
-                    keys.select(chunk),
-                )
+                self.rule.choose(mixture(log_probs[chunk], verdict[chunk], self.mixture_weight), keys.select(chunk))
                 for chunk in position_chunks(len(draft), log_probs.shape[1], draft.device)
             ]
             agrees = (torch.cat(mixed) == draft) | (position == rows.first[row])
@@ -149,9 +137,7 @@ class AdaptiveSampler(SecondModel, Sampler):
         return Places(part.places.rows[kept], position[kept]), draft[kept]
 
 
-def mixture(
-    student: Float[Tensor, "n v1"], verifier: Float[Tensor, "n v"], weight: float
-) -> Float[Tensor, "n v1"]:
+def mixture(student: Float[Tensor, "n v1"], verifier: Float[Tensor, "n v"], weight: float) -> Float[Tensor, "n v1"]:
     """log p_T = R log p_D + (1 - R) log p_AR, normalised; the mask keeps no probability.
 
     Args:

@@ -38,13 +38,7 @@ from trainer.sampling.fill import (
     check_times,
 )
 from trainer.sampling.noise import Decision, RowNoise, SampleKeys
-from trainer.sampling.orders import (
-    Confidence,
-    ConfidencePass,
-    confidence_order,
-    most_certain,
-    uniform_order,
-)
+from trainer.sampling.orders import Confidence, ConfidencePass, confidence_order, most_certain, uniform_order
 from trainer.sampling.stopping import StopRule
 from trainer.students.conditioning import EmbeddedNoise
 from trainer.students.dit import KeyValueCache
@@ -121,9 +115,7 @@ class BlockRows(Rows):
         rows = torch.searchsorted(self.active, part.rows)
         return None if self.condition is None else self.condition[rows]
 
-    def _embed(
-        self, rows: Int[Tensor, "m"], steps: Int[Tensor, "m"] | None
-    ) -> EmbeddedNoise | None:
+    def _embed(self, rows: Int[Tensor, "m"], steps: Int[Tensor, "m"] | None) -> EmbeddedNoise | None:
         masked = self.tokens[rows, self.columns] == self.student.mask_id
         return self.noise.embed(self.student, masked, rows, self.columns.start, steps)
 
@@ -209,9 +201,7 @@ class BlockSampler(DiffusionSampler):
         marks = [self.nfe * block // num_blocks for block in range(num_blocks + 1)]
         return [stop - start for start, stop in itertools.pairwise(marks)]
 
-    def start(
-        self, student: Student, tokens: Int[Tensor, "b l"], noise: RowNoise, keys: SampleKeys
-    ) -> BlockRows:
+    def start(self, student: Student, tokens: Int[Tensor, "b l"], noise: RowNoise, keys: SampleKeys) -> BlockRows:
         """See :class:`Sampler`."""
         rows = BlockRows(student, tokens, noise, keys)
         if self.use_cache:
@@ -254,9 +244,7 @@ class BlockSampler(DiffusionSampler):
         is_last_try = rows.keys.attempt + 1 >= stop.max_tries
         return has_ended if is_last_try else has_ended | monotonous
 
-    def choose(
-        self, rows: Rows, part: Pass, log_probs: Float[Tensor, "n v1"]
-    ) -> tuple[Places, Int[Tensor, "k"]]:
+    def choose(self, rows: Rows, part: Pass, log_probs: Float[Tensor, "n v1"]) -> tuple[Places, Int[Tensor, "k"]]:
         """See :class:`Sampler`."""
         if isinstance(part, ConfidencePass):
             return most_certain(self, rows, part, log_probs)

@@ -64,11 +64,7 @@ def open_student(place: str, device: str, backbone: str | None) -> ModelFolder:
 
 
 def rows_to_fill(
-    loaded: ModelFolder,
-    length: int | None,
-    prompt: str | None,
-    prompt_file: Path | None,
-    infill: Path | None,
+    loaded: ModelFolder, length: int | None, prompt: str | None, prompt_file: Path | None, infill: Path | None
 ) -> tuple[tuple[int, ...], ...]:
     """Token ids of the rows, the mask id where to fill; sample i fills row i modulo their number.
 
@@ -371,9 +367,7 @@ class SampleRun:
             raise UsageError(what, where=file.path, got=got, expected=f"at least {needed}")
         return [index for index in range(self.num_samples) if index not in finished]
 
-    def _fill(
-        self, sampler: Sampler, file: SampleFile, indices: list[int], digest: str, bar: Bar
-    ) -> None:
+    def _fill(self, sampler: Sampler, file: SampleFile, indices: list[int], digest: str, bar: Bar) -> None:
         settings = described(sampler)
         common = {"seed": self.seed, "settings": settings, "config_sha256": digest}
         for batch in self._batches(indices):
@@ -498,9 +492,7 @@ def files_of_same_run(settings_file: Path, identity: Mapping[str, Any]) -> dict[
         if old != new:
             what, where = "the folder holds samples of another run", settings_file.parent
             expected, remedy = f"{old} as there", "give another --out"
-            raise UsageError(
-                what, where=f"{where}: {name}", got=new, expected=expected, remedy=remedy
-            )
+            raise UsageError(what, where=f"{where}: {name}", got=new, expected=expected, remedy=remedy)
     return files
 
 
@@ -510,8 +502,7 @@ def verified_line(records: Sequence[Mapping[str, Any]]) -> str:
     own = sum(record["nfe"] for record in records)
     accepted = sum(sum(record["accepted"]) for record in records)
     drafted, agreed = (
-        [sum(at) for at in zip(*(record[name] for record in records), strict=True)]
-        for name in ("drafted", "agreed")
+        [sum(at) for at in zip(*(record[name] for record in records), strict=True)] for name in ("drafted", "agreed")
     )
     counts = zip(agreed, drafted, strict=True)
     shares = " ".join(f"{one / of:.2f}" if of else "-" for one, of in counts)

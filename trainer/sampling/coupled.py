@@ -60,12 +60,7 @@ class VerifiedRows(Rows):
     """
 
     def __init__(
-        self,
-        sampler: VerifiedSampler,
-        student: Any,
-        tokens: Int[Tensor, "b l"],
-        noise: RowNoise,
-        keys: SampleKeys,
+        self, sampler: VerifiedSampler, student: Any, tokens: Int[Tensor, "b l"], noise: RowNoise, keys: SampleKeys
     ) -> None:
         self.sampler = sampler
         super().__init__(student, tokens, noise, keys)
@@ -287,20 +282,14 @@ class VerifiedSampler(Sampler):
             raise UsageError(
                 "given tokens stand behind positions to fill",
                 where="--infill",
-                remedy="a verifier reads from left to right: give a prompt, or infill with "
-                "ancestral",
+                remedy="a verifier reads from left to right: give a prompt, or infill with ancestral",
             )
         one, size = tokens.new_zeros(1), student.config.vocab_size
         require_whole_noise(sampling_noise(0, one, 1, size, codec=student.codec))
         verifier.require_context(tokens.shape[1])
 
     def read_noise(
-        self,
-        student: Student,
-        noise: Noise | None,
-        tokens: Int[Tensor, "b l"],
-        ids: Int[Tensor, "b"],
-        seed: int,
+        self, student: Student, noise: Noise | None, tokens: Int[Tensor, "b l"], ids: Int[Tensor, "b"], seed: int
     ) -> RowNoise:
         """See :class:`Sampler`; the verifier needs noise whatever the student reads."""
         length, size = tokens.shape[1], student.config.vocab_size
@@ -321,15 +310,11 @@ class VerifiedSampler(Sampler):
         """See :class:`Sampler`."""
         return rows.accept(log_probs, part)
 
-    def decide(
-        self, rows: VerifiedRows, logits: Float[Tensor, "n v"], part: Pass
-    ) -> Int[Tensor, "n"]:
+    def decide(self, rows: VerifiedRows, logits: Float[Tensor, "n v"], part: Pass) -> Int[Tensor, "n"]:
         """The verifier's tokens."""
         return rows.race(logits, *part.places.index)
 
-    def stays(
-        self, logits: Float[Tensor, "n v"], drafts: Int[Tensor, "n"]
-    ) -> Bool[Tensor, "n"] | None:
+    def stays(self, logits: Float[Tensor, "n v"], drafts: Int[Tensor, "n"]) -> Bool[Tensor, "n"] | None:
         """Where a draft may stay; None: where it is the verifier's token."""
         return None
 
@@ -382,9 +367,7 @@ class WholeRowDrafter:
         """
         return torch.full_like(first, self.student.config.row_length)
 
-    def log_probs(
-        self, tokens: Int[Tensor, "m l"], where: Bool[Tensor, "m l"]
-    ) -> Float[Tensor, "n v"]:
+    def log_probs(self, tokens: Int[Tensor, "m l"], where: Bool[Tensor, "m l"]) -> Float[Tensor, "n v"]:
         """Log-probabilities at the n masked positions of ``where``, row-major.
 
         Args:
@@ -414,9 +397,7 @@ class BlockDrafter(WholeRowDrafter):
         size = self.student.block_size
         return (first // size + 1) * size
 
-    def log_probs(
-        self, tokens: Int[Tensor, "m l"], where: Bool[Tensor, "m l"]
-    ) -> Float[Tensor, "n v"]:
+    def log_probs(self, tokens: Int[Tensor, "m l"], where: Bool[Tensor, "m l"]) -> Float[Tensor, "n v"]:
         """See :class:`WholeRowDrafter`; rows without a position in ``where`` hold the others up."""
         size = self.student.block_size
         block = (tokens == self.student.mask_id).int().argmax(dim=1) // size
@@ -480,8 +461,6 @@ class CoupledSampler(SecondModel, VerifiedSampler):
             )
         super().check(student, tokens)
 
-    def start(
-        self, student: Student, tokens: Int[Tensor, "b l"], noise: RowNoise, keys: SampleKeys
-    ) -> VerifiedRows:
+    def start(self, student: Student, tokens: Int[Tensor, "b l"], noise: RowNoise, keys: SampleKeys) -> VerifiedRows:
         """See :class:`Sampler`."""
         return CoupledRows(self, student, tokens, noise, keys)

@@ -27,15 +27,7 @@ from shards.noise.kinds import Noise
 from shards.settings import check_bounds, setting
 from trainer.objective.batch import Places, placed
 from trainer.objective.corruption import Schedule, law_of, masking_sigma
-from trainer.sampling.noise import (
-    DEFAULT_TAU,
-    Decision,
-    NucleusRule,
-    RowNoise,
-    SampleKeys,
-    TokenRule,
-    check_positive,
-)
+from trainer.sampling.noise import DEFAULT_TAU, Decision, NucleusRule, RowNoise, SampleKeys, TokenRule, check_positive
 from trainer.sampling.stopping import SampleResult, StopRule
 from trainer.students.registry import BD3LM, MDLM, Student
 
@@ -87,9 +79,7 @@ class Rows:
             student is told; None for other students.
     """
 
-    def __init__(
-        self, student: Any, tokens: Int[Tensor, "b l"], noise: RowNoise, keys: SampleKeys
-    ) -> None:
+    def __init__(self, student: Any, tokens: Int[Tensor, "b l"], noise: RowNoise, keys: SampleKeys) -> None:
         self.student, self.noise, self.keys = student, noise, keys
         self.tokens, self.masked = tokens.clone(), tokens == student.mask_id
         self.nfe = torch.zeros_like(tokens[:, 0])
@@ -196,9 +186,7 @@ class Sampler(ABC):
         if self.stop != StopRule():
             self.stop.check(student, tokens)
 
-    def start(
-        self, student: Student, tokens: Int[Tensor, "b l"], noise: RowNoise, keys: SampleKeys
-    ) -> Rows:
+    def start(self, student: Student, tokens: Int[Tensor, "b l"], noise: RowNoise, keys: SampleKeys) -> Rows:
         """The rows before the first pass."""
         return self.rows_type(student, tokens, noise, keys)
 
@@ -206,20 +194,13 @@ class Sampler(ABC):
     def order(self, rows: Rows) -> Iterator[Pass]:
         """The forward passes, each made from the rows as the passes before it left them."""
 
-    def choose(
-        self, rows: Any, part: Pass, log_probs: Float[Tensor, "n v1"]
-    ) -> tuple[Places, Int[Tensor, "k"]]:
+    def choose(self, rows: Any, part: Pass, log_probs: Float[Tensor, "n v1"]) -> tuple[Places, Int[Tensor, "k"]]:
         """The places that a pass fills, and their tokens; here all that it predicted."""
         keys = rows.keys.at("sampling tokens", part.places)
         return part.places, (part.rule or self.rule).choose(log_probs, keys)
 
     def read_noise(
-        self,
-        student: Student,
-        noise: Noise | None,
-        tokens: Int[Tensor, "b l"],
-        ids: Int[Tensor, "b"],
-        seed: int,
+        self, student: Student, noise: Noise | None, tokens: Int[Tensor, "b l"], ids: Int[Tensor, "b"], seed: int
     ) -> RowNoise:
         """The noise as the student reads it; one that takes none gets none."""
         if student.is_conditioned and noise is None:
@@ -229,12 +210,7 @@ class Sampler(ABC):
 
     @torch.no_grad()
     def sample(
-        self,
-        student: Student,
-        tokens: Int[Tensor, "b l"],
-        sample_ids: Int[Tensor, "b"],
-        noise: Noise | None,
-        seed: int,
+        self, student: Student, tokens: Int[Tensor, "b l"], sample_ids: Int[Tensor, "b"], noise: Noise | None, seed: int
     ) -> SampleResult:
         """Fill the masked positions of B rows, without dropout.
 

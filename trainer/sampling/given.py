@@ -16,9 +16,7 @@ from trainer.students.registry import StudentConfig
 Row = tuple[int, ...]
 
 
-def prompted(
-    texts: Sequence[str], tokenizer: Any, config: StudentConfig, length: int
-) -> tuple[Row, ...]:
+def prompted(texts: Sequence[str], tokenizer: Any, config: StudentConfig, length: int) -> tuple[Row, ...]:
     """Prompts in front, behind the bos token where the model has one.
 
     Raises:

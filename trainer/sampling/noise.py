@@ -66,9 +66,7 @@ def sampling_noise(
     return KeyedPrior(keys, vocab_size) if codec is None else codec.prior(keys, vocab_size)
 
 
-def noise_of_rows(
-    student: Student, seed: int, sample_ids: Int[Tensor, "b"], row_length: int
-) -> PriorNoise | None:
+def noise_of_rows(student: Student, seed: int, sample_ids: Int[Tensor, "b"], row_length: int) -> PriorNoise | None:
     """``sampling_noise`` as the student reads it; None for one without conditioning."""
     if not student.is_conditioned:
         return None
@@ -168,9 +166,7 @@ class SampleKeys:
         ids = self.sample_ids.to(rows.device)[rows]
         return PositionKeys(derive_seed(self.seed, purpose), ids, positions, self.attempt)
 
-    def uniforms(
-        self, purpose: str, rows: Int[Tensor, "m"], columns: slice
-    ) -> Float[Tensor, "m w"]:
+    def uniforms(self, purpose: str, rows: Int[Tensor, "m"], columns: slice) -> Float[Tensor, "m w"]:
         """One float64 uniform for each position of some columns of some rows."""
         width = columns.stop - columns.start
         positions = torch.arange(columns.start, columns.stop, device=rows.device)

@@ -182,9 +182,7 @@ def most_certain(
     return Places(part.rows[part.kept.rows], best), candidates[part.kept.rows, best]
 
 
-def certainty(
-    log_probs: Float[Tensor, "n v1"], tokens: Int[Tensor, "n"], confidence: Confidence
-) -> Float[Tensor, "n"]:
+def certainty(log_probs: Float[Tensor, "n v1"], tokens: Int[Tensor, "n"], confidence: Confidence) -> Float[Tensor, "n"]:
     """How certain the student is of some tokens, nats; the last entry is the mask's, no rival."""
     if confidence == "probability":
         return log_probs.gather(-1, tokens[:, None])[:, 0]

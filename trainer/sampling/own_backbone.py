@@ -86,9 +86,7 @@ class MedusaRows(VerifiedRows):
         first = where.int().argmax(dim=1)  # of a row without places it is not used
         embedded = None
         if self.condition is not None:
-            window = torch.arange(
-                self.student.settings.backbone.num_proposed + 1, device=first.device
-            )
+            window = torch.arange(self.student.settings.backbone.num_proposed + 1, device=first.device)
             index = (first.clamp_min(1) - 1)[:, None] + window
             padded = pad(self.condition.embedding, (0, 0, 0, len(window) - 1))
             embedded = padded[torch.arange(len(tokens), device=first.device)[:, None], index]
@@ -132,8 +130,7 @@ class MedusaSampler(VerifiedSampler):
         super().__post_init__()
         check_positive(epsilon=self.epsilon, delta=self.delta)
         left_out = {
-            "epsilon, delta": self.acceptance != "typical"
-            and (self.epsilon, self.delta) != (EPSILON, DELTA),
+            "epsilon, delta": self.acceptance != "typical" and (self.epsilon, self.delta) != (EPSILON, DELTA),
             "nucleus_p, top_k": self.acceptance != "coupled" and self.rule.truncates,
             "tau": self.acceptance == "greedy" and self.tau != 1,
         }
@@ -157,23 +154,17 @@ class MedusaSampler(VerifiedSampler):
         """The same sampler with look-ahead and ``draft`` written out."""
         return _settled(self, student, self.acceptance != "coupled")
 
-    def start(
-        self, student: Student, tokens: Int[Tensor, "b l"], noise: RowNoise, keys: SampleKeys
-    ) -> MedusaRows:
+    def start(self, student: Student, tokens: Int[Tensor, "b l"], noise: RowNoise, keys: SampleKeys) -> MedusaRows:
         """See :class:`Sampler`."""
         return MedusaRows(self, student, tokens, noise, keys)
 
-    def decide(
-        self, rows: VerifiedRows, logits: Float[Tensor, "n v"], part: Pass
-    ) -> Int[Tensor, "n"]:
+    def decide(self, rows: VerifiedRows, logits: Float[Tensor, "n v"], part: Pass) -> Int[Tensor, "n"]:
         """See :class:`VerifiedSampler`."""
         if self.acceptance == "greedy":
             return logits.argmax(dim=-1)
         return super().decide(rows, logits, part)
 
-    def stays(
-        self, logits: Float[Tensor, "n v"], drafts: Int[Tensor, "n"]
-    ) -> Bool[Tensor, "n"] | None:
+    def stays(self, logits: Float[Tensor, "n v"], drafts: Int[Tensor, "n"]) -> Bool[Tensor, "n"] | None:
         """See :class:`VerifiedSampler`."""
         if self.acceptance != "typical":
             return None
@@ -321,9 +312,7 @@ class TreeRows(VerifiedRows):
 
     def make_reader(self, verifier: Verifier) -> TreeReader:
         """See :class:`VerifiedRows`."""
-        return TreeReader(
-            verifier.model, verifier.vocab_size, len(self.active), self.student.device
-        )
+        return TreeReader(verifier.model, verifier.vocab_size, len(self.active), self.student.device)
 
     def start(self) -> None:
         """See :class:`Rows`."""
@@ -531,9 +520,7 @@ class DrafterSampler(VerifiedSampler):
         """The same sampler with look-ahead and ``draft`` written out."""
         return _settled(self, student, False)
 
-    def start(
-        self, student: Student, tokens: Int[Tensor, "b l"], noise: RowNoise, keys: SampleKeys
-    ) -> TreeRows:
+    def start(self, student: Student, tokens: Int[Tensor, "b l"], noise: RowNoise, keys: SampleKeys) -> TreeRows:
         """See :class:`Sampler`."""
         return TreeRows(self, student, tokens, noise, keys)
 

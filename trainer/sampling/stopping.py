@@ -77,9 +77,7 @@ class StopRule:
             what = "given tokens stand behind positions to fill"
             raise UsageError(what, where="stop.at_eos", remedy="an infilled row cannot end early")
 
-    def ends(
-        self, tokens: Int[Tensor, "b l"], filled: Bool[Tensor, "b l"], eos_id: int | None
-    ) -> Int[Tensor, "b"]:
+    def ends(self, tokens: Int[Tensor, "b l"], filled: Bool[Tensor, "b l"], eos_id: int | None) -> Int[Tensor, "b"]:
         """Length of each row up to its first filled-in eos, which is included."""
         length = tokens.shape[1]
         if not self.at_eos or eos_id is None:
@@ -87,9 +85,7 @@ class StopRule:
         found = (tokens == eos_id) & filled
         return torch.where(found.any(dim=1), found.int().argmax(dim=1) + 1, length).to(tokens.dtype)
 
-    def is_monotonous(
-        self, tokens: Int[Tensor, "b l"], lengths: Int[Tensor, "b"]
-    ) -> Bool[Tensor, "b"]:
+    def is_monotonous(self, tokens: Int[Tensor, "b l"], lengths: Int[Tensor, "b"]) -> Bool[Tensor, "b"]:
         """Whether the last ``entropy_window`` tokens before each row's end are too uniform."""
         if self.min_entropy_nats is None or tokens.shape[1] < self.entropy_window:
             return torch.zeros_like(lengths, dtype=torch.bool)
@@ -98,9 +94,7 @@ class StopRule:
         is_uniform = unigram_entropy_nats(last) < self.min_entropy_nats
         return (lengths >= self.entropy_window) & is_uniform
 
-    def judged(
-        self, result: SampleResult, filled: Bool[Tensor, "b l"], eos_id: int | None
-    ) -> SampleResult:
+    def judged(self, result: SampleResult, filled: Bool[Tensor, "b l"], eos_id: int | None) -> SampleResult:
         """The samples with their lengths, and flagged where they are too monotonous."""
         lengths, details = self.ends(result.tokens, filled, eos_id), dict(result.details)
         if self.min_entropy_nats is not None:
@@ -108,9 +102,7 @@ class StopRule:
             details["low_entropy"] = details.get("low_entropy", low) | low
         return replace(result, lengths=lengths, details=details)
 
-    def redrawn(
-        self, first: SampleResult, draw: Callable[[Int[Tensor, "m"], int], SampleResult]
-    ) -> SampleResult:
+    def redrawn(self, first: SampleResult, draw: Callable[[Int[Tensor, "m"], int], SampleResult]) -> SampleResult:
         """The samples with those of low entropy drawn anew, until they pass or tries run out.
 
         Args:
@@ -131,9 +123,7 @@ class StopRule:
             nfe[rows] += again.nfe
             for name, values in again.details.items():
                 details[name][rows] = values + details[name][rows] if name in COUNTS else values
-        return replace(
-            first, tokens=tokens, nfe=nfe, lengths=lengths, details={**details, "attempt": attempts}
-        )
+        return replace(first, tokens=tokens, nfe=nfe, lengths=lengths, details={**details, "attempt": attempts})
 
 
 def unigram_entropy_nats(tokens: Int[Tensor, "b w"]) -> Float[Tensor, "b"]:

@@ -50,9 +50,7 @@ class CausalReader:
         hidden: [B, n, D] of the last pass: what the output layer saw in each column of its logits.
     """
 
-    def __init__(
-        self, model: Any, vocab_size: int, num_rows: int, device: torch.device | str
-    ) -> None:
+    def __init__(self, model: Any, vocab_size: int, num_rows: int, device: torch.device | str) -> None:
         self.model, self.vocab_size = model, vocab_size
         self.lengths = torch.zeros(num_rows, dtype=torch.int64, device=device)
         self.num_passes = 0
@@ -63,9 +61,7 @@ class CausalReader:
         self.cache = DynamicCache() if "past_key_values" in accepted else None
 
     @torch.no_grad()
-    def next_logits(
-        self, tokens: Int[Tensor, "b l"], stops: Int[Tensor, "b"], num_last: int
-    ) -> Float[Tensor, "b n v"]:
+    def next_logits(self, tokens: Int[Tensor, "b l"], stops: Int[Tensor, "b"], num_last: int) -> Float[Tensor, "b n v"]:
         """Logits of the token behind each of the last ``num_last`` tokens of every row, float32.
 
         The last column is about position ``stops[b]`` of row b. All rows have that many tokens to
@@ -110,9 +106,7 @@ class CausalReader:
         finally:
             handle.remove()
 
-    def _read_from_the_start(
-        self, tokens: Tensor, stops: Tensor, num_last: int
-    ) -> Float[Tensor, "b n v"]:
+    def _read_from_the_start(self, tokens: Tensor, stops: Tensor, num_last: int) -> Float[Tensor, "b n v"]:
         """What stands behind a row's tokens is read too, and seen by none of them."""
         longest = int(stops.max())
         rows = tokens[:, :longest].clamp(max=self.vocab_size - 1)
@@ -129,9 +123,7 @@ class CausalReader:
         slots = torch.arange(width, device=self.lengths.device)
         return slots >= width - self.lengths[:, None]
 
-    def align(
-        self, stops: Int[Tensor, "b"]
-    ) -> tuple[Int[Tensor, "b new"], Bool[Tensor, "b new"], int]:
+    def align(self, stops: Int[Tensor, "b"]) -> tuple[Int[Tensor, "b new"], Bool[Tensor, "b new"], int]:
         """Before a pass that reads up to ``stops``: places to read, which of them hold a token (a
         row may be shorter than the pass), and slots in use behind which they go.
         """
@@ -233,9 +225,7 @@ def _place(path: str) -> str:
 
 
 @functools.lru_cache(maxsize=2)
-def load_verifier(
-    path: str, vocab_size: int, device: torch.device, dtype: DtypeName = "float32"
-) -> Verifier:
+def load_verifier(path: str, vocab_size: int, device: torch.device, dtype: DtypeName = "float32") -> Verifier:
     """Read a verifier from a folder, or from the hub's local cache by its id.
 
     Raises:
@@ -299,8 +289,7 @@ class SecondModel:
             raise UsageError(
                 f"{self.label} needs a verifier",
                 where=f"--sampler {self.label}",
-                remedy="--verifier FOLDER: the teacher, or any causal language model of the same "
-                "tokenizer",
+                remedy="--verifier FOLDER: the teacher, or any causal language model of the same tokenizer",
             )
 
     def check_tokenizer(self, tokenizer: Any) -> None:

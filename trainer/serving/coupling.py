@@ -59,11 +59,7 @@ def _cpu_kernel() -> Callable[..., None] | None:
 
 
 def keep_agreeing(
-    drafts: Int[Tensor, "n"],
-    targets: Int[Tensor, "n"],
-    counts: Int[Tensor, "b"],
-    bonus: Int[Tensor, "b"],
-    width: int,
+    drafts: Int[Tensor, "n"], targets: Int[Tensor, "n"], counts: Int[Tensor, "b"], bonus: Int[Tensor, "b"], width: int
 ) -> Int[Tensor, "b k"]:
     """The drawn tokens of each request: drafts while they are what the target draws, and one more.
 

@@ -61,9 +61,7 @@ class Prefix:
     hidden: Float[Tensor, "d"] | None = None
 
 
-def embeddings(
-    student: Student, prefixes: list[Prefix], places: Int[Tensor, "b k"]
-) -> EmbeddedNoise:
+def embeddings(student: Student, prefixes: list[Prefix], places: Int[Tensor, "b k"]) -> EmbeddedNoise:
     """Noise embeddings of places, each request's at its temperature."""
     rows = []
     for prefix, own in zip(prefixes, places, strict=True):
@@ -74,10 +72,7 @@ def embeddings(
 
 
 def race(
-    log_probs: Float[Tensor, "n v"],
-    prefixes: list[Prefix],
-    rows: Int[Tensor, "n"],
-    places: Int[Tensor, "n"],
+    log_probs: Float[Tensor, "n v"], prefixes: list[Prefix], rows: Int[Tensor, "n"], places: Int[Tensor, "n"]
 ) -> Int[Tensor, "n"]:
     """argmax(log q / T + g) with the noise of each place; greedy requests get argmax log q."""
     seeds = torch.tensor([prefix.seed for prefix in prefixes], dtype=torch.int64)[rows]

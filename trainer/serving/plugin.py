@@ -191,11 +191,7 @@ def _keyed_draw(stock: Any) -> Any:
 
 
 def expand(
-    values: Tensor,
-    cumulative: Tensor,
-    num_tokens: int,
-    replace_from: float = 0,
-    replace_to: float = 0,
+    values: Tensor, cumulative: Tensor, num_tokens: int, replace_from: float = 0, replace_to: float = 0
 ) -> Tensor:
     """Values of requests, [b], as values of their drafts, [n]; one value replaced by another.
 

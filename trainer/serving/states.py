@@ -35,9 +35,7 @@ class StatesConnector(stock.ExampleHiddenStatesConnector):
         tensors = {"hidden_states": states, "token_ids": pending.token_ids.clone()}
         copied = SimpleNamespace(query=lambda: True, synchronize=lambda: None)
         lock = self._lock_fds.pop(pending.req_id, None)
-        written = self._executor.submit(
-            self._write_tensors, tensors, copied, pending.filename, lock
-        )
+        written = self._executor.submit(self._write_tensors, tensors, copied, pending.filename, lock)
         self._req_copy_events[pending.req_id] = copied
         self._req_futures[pending.req_id] = written
         written.add_done_callback(lambda done: self._on_write_done(pending.req_id, done))

@@ -97,9 +97,7 @@ class AR(Student):
         positions = torch.arange(tokens.shape[1], device=tokens.device)
         return self.backbone(self.backbone.vocab_embed(tokens), None, positions, causal_attention)
 
-    def predict(
-        self, tokens: Tokens, noise_embeddings: States | None = None
-    ) -> Float[Tensor, "b l v1"]:
+    def predict(self, tokens: Tokens, noise_embeddings: States | None = None) -> Float[Tensor, "b l v1"]:
         """Log-probabilities of the token after each position."""
         return masked_log_probs(self(tokens).logits, self.mask_id)
 
@@ -108,9 +106,7 @@ class AR(Student):
         return self.backbone.start_cache(batch_size, self.config.row_length)
 
     @torch.no_grad()
-    def predict_next(
-        self, tokens: Int[Tensor, "b new"], cache: KeyValueCache
-    ) -> Float[Tensor, "b v1"]:
+    def predict_next(self, tokens: Int[Tensor, "b new"], cache: KeyValueCache) -> Float[Tensor, "b v1"]:
         """Read further tokens (the whole prompt into an empty cache, then one at a time).
 
         Returns:

@@ -15,12 +15,7 @@ from torch.nn.functional import linear
 
 from shards.errors import UsageError
 from shards.language_model.forward import DtypeName
-from shards.language_model.loading import (
-    PretrainedFiles,
-    find_pretrained,
-    load_causal_model,
-    looks_local,
-)
+from shards.language_model.loading import PretrainedFiles, find_pretrained, load_causal_model, looks_local
 from shards.settings import to_mapping
 from shards.store.manifest import Manifest
 from trainer.students.base import Student
@@ -43,9 +38,7 @@ class FrozenBackbone:
         UsageError: If its logits are more than a linear layer of its last hidden state.
     """
 
-    def __init__(
-        self, files: PretrainedFiles, network: Any, vocab_size: int, dtype: DtypeName
-    ) -> None:
+    def __init__(self, files: PretrainedFiles, network: Any, vocab_size: int, dtype: DtypeName) -> None:
         self.files, self.network, self.vocab_size = files, network, vocab_size
         self.device = torch.device("cpu")
         self._require_linear_head(dtype)
@@ -143,9 +136,7 @@ def load_backbone(location: str | Path, vocab_size: int, dtype: DtypeName) -> Fr
     return FrozenBackbone(files, loaded.network, vocab_size, dtype)
 
 
-def require_backbone(
-    got: FrozenBackbone, weights_sha256: object, name: object, remedy: str
-) -> FrozenBackbone:
+def require_backbone(got: FrozenBackbone, weights_sha256: object, name: object, remedy: str) -> FrozenBackbone:
     """The backbone, if it has the weights of the expected model, which is called ``name``.
 
     Raises:

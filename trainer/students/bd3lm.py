@@ -23,15 +23,7 @@ from shards.console import stderr
 from shards.errors import UsageError, first_line
 from trainer.objective.batch import Places
 from trainer.students.conditioning import EmbeddedNoise, LayerNoise
-from trainer.students.dit import (
-    Attend,
-    KeyValueCache,
-    Level,
-    States,
-    Tokens,
-    full_attention,
-    masked_attention,
-)
+from trainer.students.dit import Attend, KeyValueCache, Level, States, Tokens, full_attention, masked_attention
 from trainer.students.hugging_face import StudentConfig
 from trainer.students.mdlm import MDLM
 
@@ -140,9 +132,7 @@ class BD3LM(MDLM):
         length = self.config.row_length
         return length * (length if self.num_blocks == 1 else length + self.block_size)
 
-    def contextualize(
-        self, embeddings: States, clean: Tokens, level: Level, noise: LayerNoise | None = None
-    ) -> States:
+    def contextualize(self, embeddings: States, clean: Tokens, level: Level, noise: LayerNoise | None = None) -> States:
         """Hidden states of the noised half of [x_t ; x_0].
 
         A single block never looks at x_0, so the clean half is left out then.

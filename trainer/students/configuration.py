@@ -74,9 +74,7 @@ class DiffusionSettings:
         "schedule", "Weight of a masked token: p'(t) / p(t), or the older MDLM's."
     )
     max_loss_weight: float | None = setting(
-        None,
-        "Cap of that weight in training; 1 weighs every masked token alike.",
-        within="(0, inf)",
+        None, "Cap of that weight in training; 1 weighs every masked token alike.", within="(0, inf)"
     )
     fully_masked_share: float = setting(0.0, "Share of blocks at max_time.", within="[0, 1]")
     min_time: float = setting(1e-3, "Lower clip of t, where a search starts.", within="(0, 1]")
@@ -108,9 +106,7 @@ class DistillationSettings:
         "none", "token: the KL from the teacher's probabilities; sequence: the teacher's own rows."
     )
     weight: float = setting(1.0, "Share of the KL in the loss; token only.", within="(0, 1]")
-    temperature: float = setting(
-        1.0, "T of the KL, which is scaled by T^2; token only.", within="(0, inf)"
-    )
+    temperature: float = setting(1.0, "T of the KL, which is scaled by T^2; token only.", within="(0, inf)")
 
     def __post_init__(self) -> None:
         check_bounds(self, "model.kd")
@@ -127,12 +123,8 @@ class BackboneSettings:
 
     location: str | None = setting(None, "Folder or hub id: the teacher of the shards.")
     dtype: Literal["float32", "bfloat16"] = setting("float32", "Precision of its weights.")
-    num_proposed: int = setting(
-        3, "K, tokens that heads propose at once, or a drafter ahead.", within="[1, inf)"
-    )
-    own_noise: Literal["hidden", "seen"] = setting(
-        "hidden", "Whether a proposal sees the noise of its own token."
-    )
+    num_proposed: int = setting(3, "K, tokens that heads propose at once, or a drafter ahead.", within="[1, inf)")
+    own_noise: Literal["hidden", "seen"] = setting("hidden", "Whether a proposal sees the noise of its own token.")
     head_output: Literal["shared", "low_rank", "full"] = setting(
         "shared", "What a Medusa head learns of its output layer."
     )
@@ -227,13 +219,7 @@ FLAT_BEFORE = {
     **{f.name: f"backbone.{f.name}" for f in dataclasses.fields(BackboneSettings)[2:]},
 }
 """What settings were called before they lay in groups, in folders and checkpoints of that time."""
-GONE = {
-    "noise_init": "random",
-    "time_beta": 1.0,
-    "kd_time_step": 1 / 32,
-    "kd_num_steps": 2,
-    "lora_rank": 16,
-}
+GONE = {"noise_init": "random", "time_beta": 1.0, "kd_time_step": 1 / 32, "kd_num_steps": 2, "lora_rank": 16}
 """Settings that are no more, and the values at which they did nothing."""
 
 

@@ -19,15 +19,7 @@ from transformers import AttentionInterface, AutoConfig, AutoModel
 
 from shards.errors import UsageError, first_line
 from trainer.students.conditioning import LayerNoise
-from trainer.students.dit import (
-    Attend,
-    Embedding,
-    KeyValueCache,
-    Level,
-    OutputProjection,
-    States,
-    noise_layers,
-)
+from trainer.students.dit import Attend, Embedding, KeyValueCache, Level, OutputProjection, States, noise_layers
 from trainer.students.hugging_face import StudentConfig
 
 ATTENTION = "gdistill_student"
@@ -40,11 +32,7 @@ class Pass:
     """
 
     def __init__(
-        self,
-        backbone: DecoderBackbone,
-        attend: Attend,
-        cache: KeyValueCache | None,
-        noise: LayerNoise | None,
+        self, backbone: DecoderBackbone, attend: Attend, cache: KeyValueCache | None, noise: LayerNoise | None
     ) -> None:
         self.attend, self.cache, self.noise, self.dropout = attend, cache, noise, backbone.dropout
         self.noise_layers, self.head = backbone.noise_readings, backbone.output_layer.linear.weight
@@ -78,9 +66,7 @@ def _attention(
 AttentionInterface.register(ATTENTION, _attention)
 
 
-def _behind_layer(
-    depth: int, module: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any], output: Any
-) -> Any:
+def _behind_layer(depth: int, module: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any], output: Any) -> Any:
     """Hook behind layer ``depth``: dropout of what it added, then the noise that is read there.
 
     A function of its arguments alone: a copied student's hooks are then the copy's.
@@ -176,9 +162,7 @@ class DecoderBackbone(nn.Module):
         settings = config.settings
         assert settings.language_model is not None
         self.network = empty_network(settings.language_model)
-        self.vocab_embed = Embedding(
-            config.vocab_size + 1, settings.hidden_size, settings.embedding_init_std
-        )
+        self.vocab_embed = Embedding(config.vocab_size + 1, settings.hidden_size, settings.embedding_init_std)
         self.output_layer = PlainHead(config)
         self.noise_readings = noise_layers(config)
         self.dropout, self.predicts_next = settings.dropout, settings.predicts_next

@@ -11,14 +11,7 @@ from typing import Any
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
-from torch.nn.functional import (
-    dropout,
-    embedding,
-    layer_norm,
-    pad,
-    scaled_dot_product_attention,
-    silu,
-)
+from torch.nn.functional import dropout, embedding, layer_norm, pad, scaled_dot_product_attention, silu
 
 from trainer.students.conditioning import LayerNoise
 from trainer.students.hugging_face import StudentConfig
@@ -209,9 +202,7 @@ class AdaLN(nn.Linear):
 def noise_layers(config: StudentConfig) -> nn.ModuleDict:
     """Noise cross-attention for each depth of ``noise.layers``, by its name."""
     size, settings = config.vocab_size, config.settings
-    layers = {
-        str(d): VocabularyAttention(size, settings.hidden_size) for d in settings.noise.layers
-    }
+    layers = {str(d): VocabularyAttention(size, settings.hidden_size) for d in settings.noise.layers}
     return nn.ModuleDict(layers)
 
 
@@ -241,12 +232,7 @@ class Block(nn.Module):
         self.adaLN_modulation = AdaLN(condition_size, width, 6) if condition_size else None
 
     def forward(
-        self,
-        x: States,
-        level: Level,
-        rotary: Rotary,
-        attend: Attend,
-        cache: KeyValueCache | None = None,
+        self, x: States, level: Level, rotary: Rotary, attend: Attend, cache: KeyValueCache | None = None
     ) -> States:
         modulation: tuple[Tensor | float, ...] = (0.0, 0.0, 1.0, 0.0, 0.0, 1.0)
         if self.adaLN_modulation is not None and level is not None:
@@ -301,9 +287,7 @@ class DiT(nn.Module):
         settings = config.settings
         condition_size = settings.condition_size if uses_sigma else None
         self.head_width = settings.hidden_size // settings.num_heads
-        self.vocab_embed = Embedding(
-            config.vocab_size + 1, settings.hidden_size, settings.embedding_init_std
-        )
+        self.vocab_embed = Embedding(config.vocab_size + 1, settings.hidden_size, settings.embedding_init_std)
         self.sigma_map = SigmaEmbedding(condition_size) if condition_size else None
         layers = range(settings.num_layers)
         self.blocks = nn.ModuleList(Block(config, layer, condition_size) for layer in layers)

@@ -95,9 +95,7 @@ class Drafter(BackboneStudent):
         frozen = config.frozen or {}
         self.names = [sorted(shapes) for shapes in frozen["layers"]]
         self.layers = nn.ModuleList(
-            nn.ParameterDict(
-                {_key(n): nn.Parameter(torch.zeros(shape)) for n, shape in own.items()}
-            )
+            nn.ParameterDict({_key(n): nn.Parameter(torch.zeros(shape)) for n, shape in own.items()})
             for own in frozen["layers"]
         )
         self.gain = nn.Parameter(torch.ones(frozen["hidden_size"]))
@@ -226,9 +224,7 @@ class Drafter(BackboneStudent):
         other = (row[4:] + 3) % size
         got = "a forward pass that fails"
         try:
-            wanted = [
-                backbone.hidden(torch.cat((row[:4], end))[None])[0, 4:] for end in (row[4:], other)
-            ]
+            wanted = [backbone.hidden(torch.cat((row[:4], end))[None])[0, 4:] for end in (row[4:], other)]
             cache = DynamicCache()
             network.base_model(input_ids=row[None, :4], past_key_values=cache, use_cache=True)
             behind = torch.eye(4, dtype=torch.bool, device=network.device)
@@ -254,10 +250,7 @@ class Drafter(BackboneStudent):
             said = run(*start, theirs), run(*step, theirs)
             with suppress(AttributeError, KeyError):  # then it has other parts than Llama's
                 run = llama_runner(network, weights)
-                shares = [
-                    _share(run(*each, ours), other)
-                    for each, other in zip((start, step), said, strict=True)
-                ]
+                shares = [_share(run(*each, ours), other) for each, other in zip((start, step), said, strict=True)]
                 self._is_llama = max(shares) <= most
             if share <= most:
                 return
@@ -342,9 +335,7 @@ def llama_runner(network: Any, weights: Sequence[Mapping[str, Tensor]]) -> Runne
             keys, values = cache.update(turned[:, -count:], values, number)
             queries = turned[:, :-count]
             grouped = queries.shape[1] != count
-            mixed = scaled_dot_product_attention(
-                queries, keys, values, seen[:, None], enable_gqa=grouped
-            )
+            mixed = scaled_dot_product_attention(queries, keys, values, seen[:, None], enable_gqa=grouped)
             rows = rows + linear(mixed.transpose(1, 2).flatten(2), *out)
             gate, up = linear(rms_norm(rows, width, between, epsilon), *gates).chunk(2, dim=-1)
             rows = rows + linear(silu(gate) * up, *down)

@@ -34,13 +34,7 @@ from trainer.students.registry import Student, StudentConfig
 
 STUDENT_FILE = "student.json"
 CARD = Path(__file__).resolve().parent.parent / "presets" / "model_card.md"
-NAMES = {
-    "mdlm": "MDLM",
-    "bd3lm": "BD3-LM",
-    "ar": "Autoregressive baseline",
-    "medusa": "Medusa",
-    "drafter": "Drafter",
-}
+NAMES = {"mdlm": "MDLM", "bd3lm": "BD3-LM", "ar": "Autoregressive baseline", "medusa": "Medusa", "drafter": "Drafter"}
 NOISES = {"none": "", "gumbel": " + Gumbel"}
 FOLDERS = re.compile(r"(?<![\w.:/])(?:file://)?~?/(?:[^/\s]+/)*|(?<=:)~?/(?!/)(?:[^/\s]+/)*")
 """The folders of an absolute path, bare or behind a scheme's colon; a URL keeps its places."""
@@ -54,11 +48,7 @@ draws them; all others are drawn as the sampler's defaults say."""
 
 
 def export_model(
-    directory: Path,
-    student: Student,
-    weights: Mapping[str, Tensor],
-    record: Mapping[str, Any],
-    store: ShardStore,
+    directory: Path, student: Student, weights: Mapping[str, Tensor], record: Mapping[str, Any], store: ShardStore
 ) -> None:
     """Write the model so that ``directory`` is either the old one, absent, or whole.
 
@@ -163,9 +153,7 @@ def _description(student: Student) -> str:
             f"`{frozen['weights_sha256']}`; another is refused."
         )
     if decoder is not None:
-        text += (
-            f" Its layers are those of a {decoder['model_type']} language model of transformers."
-        )
+        text += f" Its layers are those of a {decoder['model_type']} language model of transformers."
     return text
 
 
@@ -208,9 +196,7 @@ def weights_sha256(directory: Path) -> str:
     return "+".join(sha256_file(path) for path in sorted(directory.glob("*.safetensors")))
 
 
-def open_model(
-    path: Path, device: torch.device | str = "cpu", backbone: str | None = None
-) -> ModelFolder:
+def open_model(path: Path, device: torch.device | str = "cpu", backbone: str | None = None) -> ModelFolder:
     """Read a student in Hugging Face layout, with its tokenizer and its record.
 
     Args:
@@ -300,9 +286,7 @@ def load_tokenizer(path: str | Path) -> Any:
     directory = Path(path) / "model" if is_model(Path(path) / "model") else Path(path)
     if not directory.is_dir():
         raise UsageError("no model there", where=path, got="no such folder")
-    if not any(
-        (directory / f"{name}.json").is_file() for name in ("tokenizer", "tokenizer_config")
-    ):
+    if not any((directory / f"{name}.json").is_file() for name in ("tokenizer", "tokenizer_config")):
         return None
     try:
         here: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}

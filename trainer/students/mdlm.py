@@ -11,13 +11,7 @@ from transformers.modeling_outputs import MaskedLMOutput
 
 from shards.errors import UsageError
 from trainer.objective.batch import Batch, Places
-from trainer.objective.corruption import (
-    Corruption,
-    corrupt,
-    masked_log_probs,
-    partly_prior,
-    substituted_log_probs,
-)
+from trainer.objective.corruption import Corruption, corrupt, masked_log_probs, partly_prior, substituted_log_probs
 from trainer.students.base import LossOutput, Student
 from trainer.students.conditioning import EmbeddedNoise, LayerNoise
 from trainer.students.dit import Attend, Level, States, Tokens, full_attention, masked_attention
@@ -87,9 +81,7 @@ class MDLM(Student):
             num_blocks=self.num_blocks,
         )
 
-    def contextualize(
-        self, embeddings: States, clean: Tokens, level: Level, noise: LayerNoise | None = None
-    ) -> States:
+    def contextualize(self, embeddings: States, clean: Tokens, level: Level, noise: LayerNoise | None = None) -> States:
         """Hidden states of the noised row; ``clean`` is for subclasses that look at it."""
         positions = torch.arange(embeddings.shape[1], device=embeddings.device)
         return self.backbone(embeddings, level, positions, full_attention, noise=noise)
@@ -108,9 +100,7 @@ class MDLM(Student):
             sigma = torch.zeros(1, device=self.device)
         return self.backbone.embed_sigma(sigma)
 
-    def _log_probs_at(
-        self, hidden: Tensor, where: Bool[Tensor, "b l"] | Places, level: Level
-    ) -> Float[Tensor, "n v1"]:
+    def _log_probs_at(self, hidden: Tensor, where: Bool[Tensor, "b l"] | Places, level: Level) -> Float[Tensor, "n v1"]:
         head = self.backbone.output_layer
         features = Places.of(where).read(head.features(hidden, level))
         return masked_log_probs(head(features), self.mask_id)
@@ -213,9 +203,7 @@ class MDLM(Student):
         """Where a row is still to be filled."""
         return tokens == self.mask_id
 
-    def embed(
-        self, tokens: Tokens, noise_embeddings: EmbeddedNoise | None
-    ) -> tuple[States, LayerNoise | None]:
+    def embed(self, tokens: Tokens, noise_embeddings: EmbeddedNoise | None) -> tuple[States, LayerNoise | None]:
         """Token embeddings with the noise of masked positions, and what later layers read of it."""
         embeddings = self.backbone.vocab_embed(tokens)
         if noise_embeddings is None:
@@ -223,10 +211,7 @@ class MDLM(Student):
         return self.blend(embeddings, self.masked_positions(tokens), noise_embeddings)
 
     def predict(
-        self,
-        tokens: Tokens,
-        noise_embeddings: EmbeddedNoise | None = None,
-        sigma: Float[Tensor, "b"] | None = None,
+        self, tokens: Tokens, noise_embeddings: EmbeddedNoise | None = None, sigma: Float[Tensor, "b"] | None = None
     ) -> Float[Tensor, "b l v1"]:
         """Log-probabilities of x_0 (SUBS): one-hot where a token is known, the mask never."""
         logits = self._project(*self.sampling_states(tokens, noise_embeddings, sigma))

@@ -95,18 +95,14 @@ class MedusaHead(nn.Module):
             down, up = nn.Linear(width, rank, bias=False), ZeroLinear(rank, vocab_size)
             self.output = nn.Sequential(down, up)
 
-    def features(
-        self, hidden: Float[Tensor, "*n d"], noise: Float[Tensor, "*n e"] | None
-    ) -> Float[Tensor, "*n d"]:
+    def features(self, hidden: Float[Tensor, "*n d"], noise: Float[Tensor, "*n e"] | None) -> Float[Tensor, "*n d"]:
         """What W2 sees."""
         u = hidden.float()
         if self.noise is not None and noise is not None:
             u = u + self.noise(noise)
         return silu(self.residual(u)) + u
 
-    def logits(
-        self, features: Float[Tensor, "*n d"], backbone: FrozenBackbone
-    ) -> Float[Tensor, "*n v"]:
+    def logits(self, features: Float[Tensor, "*n d"], backbone: FrozenBackbone) -> Float[Tensor, "*n v"]:
         """Logits over V tokens, float32."""
         logits = backbone.logits(features).float()
         return logits if self.output is None else logits + self.output(features).float()
@@ -121,9 +117,7 @@ class Medusa(BackboneStudent):
 
     def _build(self, config: StudentConfig) -> None:
         width = (config.frozen or {})["hidden_size"]
-        self.heads = nn.ModuleList(
-            MedusaHead(width, config) for _ in range(self.settings.backbone.num_proposed)
-        )
+        self.heads = nn.ModuleList(MedusaHead(width, config) for _ in range(self.settings.backbone.num_proposed))
         conditioned = self.settings.conditioning == "gumbel"
         self.noise_sequence = NoiseSequence(config) if conditioned else None
 
@@ -216,9 +210,7 @@ class Medusa(BackboneStudent):
         states = sequence(windows)
         return states[:, 1:] if self.sees_own_noise else states[:, :-1]
 
-    def propose(
-        self, hidden: Float[Tensor, "n d"], embedded: Float[Tensor, "n w e"] | None
-    ) -> Float[Tensor, "n k v"]:
+    def propose(self, hidden: Float[Tensor, "n d"], embedded: Float[Tensor, "n w e"] | None) -> Float[Tensor, "n k v"]:
         """Log-probabilities of tokens i + 2 .. i + 1 + K, given h_i.
 
         Args:

@@ -34,9 +34,7 @@ FEWEST_POSITIONS = 64
 """Searched at a time: what noise reads for all of them (a teacher's head) is read for that many."""
 
 
-def noise_scores(
-    noise: Tiles, tau: float, log_prior: Float[Tensor, "v"] | float
-) -> Float[Tensor, "n v"]:
+def noise_scores(noise: Tiles, tau: float, log_prior: Float[Tensor, "v"] | float) -> Float[Tensor, "n v"]:
     """tau xi + log prior, held whole; xi = -log F, -inf where it was truncated away."""
     arrivals = noise.tile(0, noise.vocab_size).clamp_min(torch.finfo(torch.float32).tiny)
     return log_prior - tau * arrivals.log()
@@ -116,9 +114,7 @@ class RowProducts(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(
-        ctx: Any, grad: Float[Tensor, "n k"]
-    ) -> tuple[Float[Tensor, "n d"], Float[Tensor, "v d"], None]:
+    def backward(ctx: Any, grad: Float[Tensor, "n k"]) -> tuple[Float[Tensor, "n d"], Float[Tensor, "v d"], None]:
         query, table, ids = ctx.saved_tensors
         with torch.enable_grad():
             table = table.detach().requires_grad_()

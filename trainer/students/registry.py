@@ -17,13 +17,7 @@ from trainer.students.mdlm import MDLM, MDLMConfig
 from trainer.students.medusa import Medusa
 from trainer.students.medusa import MedusaConfig as MedusaConfig
 
-STUDENTS: dict[str, type[Student]] = {
-    "mdlm": MDLM,
-    "bd3lm": BD3LM,
-    "ar": AR,
-    "medusa": Medusa,
-    "drafter": Drafter,
-}
+STUDENTS: dict[str, type[Student]] = {"mdlm": MDLM, "bd3lm": BD3LM, "ar": AR, "medusa": Medusa, "drafter": Drafter}
 
 for _student in STUDENTS.values():
     AutoConfig.register(_student.config_class.model_type, _student.config_class, exist_ok=True)

@@ -88,9 +88,7 @@ class CheckpointFolder:
         """Folder of the checkpoint after ``step`` steps."""
         return self.directory / f"{PREFIX}{step:08d}"
 
-    def save(
-        self, step: int, trainee: Trainee, state: dict[str, Any], accelerator: Accelerator
-    ) -> None:
+    def save(self, step: int, trainee: Trainee, state: dict[str, Any], accelerator: Accelerator) -> None:
         """Write a checkpoint and prune older ones; every process must call it.
 
         Args:

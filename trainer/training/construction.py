@@ -121,9 +121,7 @@ def learning_rate(config: OptimizationConfig, step: int, num_steps: int) -> floa
     return config.learning_rate * 0.5 * (1 + math.cos(math.pi * progress))
 
 
-def make_optimizer(
-    parameters: Iterable[nn.Parameter], config: OptimizationConfig
-) -> torch.optim.AdamW:
+def make_optimizer(parameters: Iterable[nn.Parameter], config: OptimizationConfig) -> torch.optim.AdamW:
     """AdamW with the fused kernel, except over sharded parameters."""
     parameters = list(parameters)
     sharded = any(isinstance(parameter, DTensor) for parameter in parameters)

@@ -47,15 +47,7 @@ from trainer.training.construction import (
     learning_rate,
     make_optimizer,
 )
-from trainer.training.metrics import (
-    CHECKPOINTS,
-    CONFIG_FILE,
-    METRICS_FILE,
-    MODEL,
-    STATE_FILE,
-    MetricsFile,
-    StepWindow,
-)
+from trainer.training.metrics import CHECKPOINTS, CONFIG_FILE, METRICS_FILE, MODEL, STATE_FILE, MetricsFile, StepWindow
 from trainer.training.parallel import (
     TrainingStep,
     cannot_write,
@@ -74,14 +66,7 @@ STEPS_BEFORE_ESTIMATE = 5
 VALIDATION = "validation"
 
 
-def train(
-    config: RunConfig,
-    store: str | Path,
-    out: Path,
-    *,
-    init_from: Path | None = None,
-    part: str = "",
-) -> Path:
+def train(config: RunConfig, store: str | Path, out: Path, *, init_from: Path | None = None, part: str = "") -> Path:
     """Train, or go on training, and write ``out/model``.
 
     Args:
@@ -111,12 +96,7 @@ class Trainer:
     """One run: its parts, and the loop over steps. See :func:`train`."""
 
     def __init__(
-        self,
-        config: RunConfig,
-        store: ShardStore,
-        out: Path,
-        init_from: Path | None = None,
-        part: str = "",
+        self, config: RunConfig, store: ShardStore, out: Path, init_from: Path | None = None, part: str = ""
     ) -> None:
         self.config, self.store, self.out = config, store, out
         self._label = f"{part}: " if part else ""
@@ -126,15 +106,11 @@ class Trainer:
         if obstacle := use_noise_kernel(training.noise_kernel, device):
             self._say(f"noise kernel: eager on {device}; {obstacle}")
         self.identity = run_identity(config, store.manifest, init_from)
-        self.checkpoints = CheckpointFolder(
-            out / CHECKPOINTS, training.keep_last, training.keep_every_steps
-        )
+        self.checkpoints = CheckpointFolder(out / CHECKPOINTS, training.keep_last, training.keep_every_steps)
         begun = bool(self.checkpoints.steps())  # then the first weights need not be there any more
         self.student = build_student(config, store, None if begun else init_from)
         with_noise = self.student.reads_codec
-        self.make_batch = BatchMaker(
-            store, "train", config.seed, device, with_noise, training.num_noise_draws
-        )
+        self.make_batch = BatchMaker(store, "train", config.seed, device, with_noise, training.num_noise_draws)
         self.stream = ShardStream(
             store.split("train", self.make_batch.arrays),
             seed=config.seed,
@@ -145,9 +121,7 @@ class Trainer:
         )
         self.num_steps = training.steps_over(store.manifest.splits["train"])
         self.tokens_per_step = training.global_batch_size * store.manifest.row_length
-        self.module = parallelize(
-            TrainingStep(self.student, training.precision), self.accelerator, training.sharding
-        )
+        self.module = parallelize(TrainingStep(self.student, training.precision), self.accelerator, training.sharding)
         self.parameters = list(self.student.parameters())
         self.optimizer = make_optimizer(self.parameters, optimization)
         self.ema = ExponentialMovingAverage(self.student, optimization.ema_decay)
@@ -286,9 +260,7 @@ class Trainer:
             outputs.append((part.row_ids, output, share))
         return outputs
 
-    def _diverged(
-        self, loss: float, norm: float, losses: list[tuple[Tensor, LossOutput, float]]
-    ) -> GdistillError:
+    def _diverged(self, loss: float, norm: float, losses: list[tuple[Tensor, LossOutput, float]]) -> GdistillError:
         """The error to raise, the same one on every process; all of them must call this."""
         ids = torch.cat([row_ids for row_ids, _, _ in losses]).cpu()
         finite = torch.cat([output.row_nlls for _, output, _ in losses]).isfinite().cpu()
@@ -313,8 +285,7 @@ class Trainer:
             seconds, steps = self.window.seconds_per_step, self.num_steps - self.step
             left = timedelta(seconds=round(seconds * steps))
             self._say(
-                f"{self._label}{seconds:.3g} s a step, about {left} for the {steps:,} steps left; "
-                "validation on top"
+                f"{self._label}{seconds:.3g} s a step, about {left} for the {steps:,} steps left; validation on top"
             )
         if self.step == 1 or self._is_due(training.log_every_steps):
             values = self.window.close()
@@ -410,8 +381,7 @@ class Trainer:
         record = {"format_version": 1, "step": self.step}
         record |= {"run": self.identity, "validation": self.validation}
         on_main_process(
-            lambda: export_model(self.out / MODEL, self.student, weights, record, self.store),
-            self.accelerator,
+            lambda: export_model(self.out / MODEL, self.student, weights, record, self.store), self.accelerator
         )
 
 
@@ -434,9 +404,7 @@ class Validator:
         UsageError: When the split has fewer rows than there are processes.
     """
 
-    def __init__(
-        self, config: RunConfig, store: ShardStore, accelerator: Accelerator, with_noise: bool
-    ) -> None:
+    def __init__(self, config: RunConfig, store: ShardStore, accelerator: Accelerator, with_noise: bool) -> None:
         self._config, self._accelerator = config.training, accelerator
         seed = derive_seed(config.seed, VALIDATION)
         self._make_batch = BatchMaker(store, VALIDATION, seed, accelerator.device, with_noise)

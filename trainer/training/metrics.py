@@ -101,9 +101,7 @@ class StepWindow:
     _timed_tokens: int = 0
     _timed_flops: float = 0.0
 
-    def add(
-        self, loss: float, norm: float, num_tokens: int, num_masked: int, num_flops: float
-    ) -> None:
+    def add(self, loss: float, norm: float, num_tokens: int, num_masked: int, num_flops: float) -> None:
         """Count one optimiser step."""
         self.num_steps += 1
         self.loss_sum += loss

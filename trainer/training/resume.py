@@ -65,9 +65,7 @@ class State:
             raise ValueError("fields that do not fit each other")
 
 
-def resumed(
-    folder: Path, config: RunConfig, identity: Mapping[str, Any], trainee: Trainee
-) -> State:
+def resumed(folder: Path, config: RunConfig, identity: Mapping[str, Any], trainee: Trainee) -> State:
     """The state of a checkpoint, as of the run that goes on; its tensors go to ``trainee``.
 
     Raises:
@@ -198,9 +196,7 @@ def operational_fields(config: RunConfig) -> set[str]:
     return fields
 
 
-def require_same_run(
-    saved: Mapping[str, Any], ours: Mapping[str, Any], free: Set[str]
-) -> dict[str, Any]:
+def require_same_run(saved: Mapping[str, Any], ours: Mapping[str, Any], free: Set[str]) -> dict[str, Any]:
     """Refuse to resume a run as another one.
 
     Args:
@@ -216,9 +212,7 @@ def require_same_run(
     """
     start = _same_start(saved.get("init_from"), ours.get("init_from"))
     config = {**saved["config"], "model": grouped(saved["config"]["model"])}
-    before, now = (
-        flatten({**run, "init_from": None}) for run in ({**saved, "config": config}, ours)
-    )
+    before, now = (flatten({**run, "init_from": None}) for run in ({**saved, "config": config}, ours))
     defaults = {"config": to_mapping(RunConfig(TrainingConfig(num_steps=1)))}
     before = {**flatten(defaults), **MEANT_BEFORE, **before}
     now |= {name: value for name, value in GONE.items() if name in before}
@@ -228,9 +222,7 @@ def require_same_run(
         old, new = before.get(name), now.get(name)  # what is absent is none
         if old != new and name not in ignored:
             is_gone = name in GONE
-            first = (
-                "this version has no such setting:" if is_gone else "resume with the old value, or"
-            )
+            first = "this version has no such setting:" if is_gone else "resume with the old value, or"
             what, where = "this run was started with another setting", name.removeprefix("config.")
             expected, remedy = f"{old!r} as in the checkpoint", f"{first} give another --out"
             raise UsageError(what, where=where, got=repr(new), expected=expected, remedy=remedy)

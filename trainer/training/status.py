@@ -11,14 +11,7 @@ from typing import Any
 
 from shards.atomic import is_held
 from shards.errors import UsageError
-from trainer.training.metrics import (
-    CHECKPOINTS,
-    CONFIG_FILE,
-    METRICS_FILE,
-    MODEL,
-    PLAIN,
-    checkpoint_steps,
-)
+from trainer.training.metrics import CHECKPOINTS, CONFIG_FILE, METRICS_FILE, MODEL, PLAIN, checkpoint_steps
 
 
 def run_status(out: Path, now: float | None = None) -> dict[str, Any]:

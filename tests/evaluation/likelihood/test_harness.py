@@ -111,9 +111,7 @@ def test_the_harness_scores_local_questions(tmp_path: Path, model_folder: Path) 
         assert (by_hand[1] > by_hand[0]) == (accuracy["local_choice"] == 1.0)
 
 
-def test_questions_of_other_fields_and_unknown_arguments_are_refused(
-    tmp_path: Path, model_folder: Path
-) -> None:
+def test_questions_of_other_fields_and_unknown_arguments_are_refused(tmp_path: Path, model_folder: Path) -> None:
     with pytest.raises(UsageError, match="no questions"):
         write_tasks(tmp_path, tmp_path / "out")
     write_lines(tmp_path / "x.jsonl", {"question": 1})
@@ -138,9 +136,7 @@ def test_the_harness_s_own_device_is_the_cpu_where_there_is_no_gpu(
         GdistillLM(str(model_folder), device="cuda:1")
 
 
-def test_without_the_harness_one_line_says_how_to_get_it(
-    monkeypatch: pytest.MonkeyPatch, told: Told
-) -> None:
+def test_without_the_harness_one_line_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch, told: Told) -> None:
     monkeypatch.delitem(sys.modules, "evaluation.likelihood.harness")
     monkeypatch.setitem(sys.modules, "lm_eval", None)
     monkeypatch.setattr(sys, "argv", ["gdistill-lm-eval", "--help"])

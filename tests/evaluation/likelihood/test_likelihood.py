@@ -141,10 +141,7 @@ def test_the_perplexity_of_an_autoregressive_student_is_exact() -> None:
 def test_the_bound_is_the_same_whatever_the_draws_and_the_batch() -> None:
     """40 draws of 24 rows against 40 others: two means of one bound, within five errors."""
     student, data = tiny_student("mdlm", "none"), rows()
-    scores = [
-        validation_perplexity(student, data, noise="none", num_draws=40, seed=seed)
-        for seed in (0, 1)
-    ]
+    scores = [validation_perplexity(student, data, noise="none", num_draws=40, seed=seed) for seed in (0, 1)]
     scores.append(validation_perplexity(student, data, noise="none", seed=0))
     first, other, once = (np.array(score.per_sample.numerators) / 11 for score in scores)  # type: ignore[union-attr]
     assert abs((first - other).mean()) < 5 * (first - other).std() / math.sqrt(24)

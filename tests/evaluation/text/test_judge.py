@@ -20,12 +20,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from evaluation.text import reading
-from evaluation.text.mauve_divergence import (
-    TextFeatures,
-    mauve_of_histograms,
-    mauve_score,
-    text_features,
-)
+from evaluation.text.mauve_divergence import TextFeatures, mauve_of_histograms, mauve_score, text_features
 from evaluation.text.reading import JudgeModel, Room
 from shards.errors import GdistillError, UsageError
 from tests.evaluation.kit import Told, nll_nats
@@ -80,8 +75,7 @@ def test_a_judge_computes_in_float32_and_is_known_by_its_weights(
     # What one has read is no reading of the other's.
     reading.Judging.load(str(judge_folder), kept=tmp_path / "kept").perplexity(["a b"])
     same, changed = (
-        reading.Judging.load(str(folder), kept=tmp_path / "kept").memory
-        for folder in (judge_folder, copied)
+        reading.Judging.load(str(folder), kept=tmp_path / "kept").memory for folder in (judge_folder, copied)
     )
     assert "a b" in same and "a b" not in changed
 
@@ -168,9 +162,7 @@ def test_texts_side_by_side_and_windows_in_parts_read_like_each_alone(
         assert len(passes) == 3, "one for each window of the longest"
 
 
-def test_what_did_not_fit_is_remembered(
-    judge: JudgeModel, monkeypatch: pytest.MonkeyPatch, told: Told
-) -> None:
+def test_what_did_not_fit_is_remembered(judge: JudgeModel, monkeypatch: pytest.MonkeyPatch, told: Told) -> None:
     together = replace(judge, room=Room(100, 1000))
     alone = reading.read_texts(judge, TEXTS, LIMITS)
     forward, sizes = judge.model.forward, []
@@ -191,9 +183,7 @@ def test_what_did_not_fit_is_remembered(
     assert told().count("out of memory") == failed
 
 
-def test_a_text_whose_logits_nobody_can_hold_is_refused(
-    judge: JudgeModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_text_whose_logits_nobody_can_hold_is_refused(judge: JudgeModel, monkeypatch: pytest.MonkeyPatch) -> None:
     forward = judge.model.forward
     monkeypatch.setattr(judge.model, "forward", lambda input_ids, use_cache: forward(input_ids))
     with pytest.raises(GdistillError, match=r"or none.*got 16 tokens; expected at most 5, "):
@@ -223,20 +213,14 @@ MOST = 12
 def texts(seed: int, share_of_b: float) -> list[str]:
     generator = np.random.default_rng(seed)
     return [
-        " ".join("ab"[int(u < share_of_b)] for u in generator.random(generator.integers(3, 20)))
-        for _ in range(130)
+        " ".join("ab"[int(u < share_of_b)] for u in generator.random(generator.integers(3, 20))) for _ in range(130)
     ]
 
 
-def test_the_score_is_that_of_mauve_text_called_directly(
-    judge: JudgeModel, judge_folder: Path
-) -> None:
+def test_the_score_is_that_of_mauve_text_called_directly(judge: JudgeModel, judge_folder: Path) -> None:
     real, ours = texts(1, 0.3), [*texts(2, 0.6), ""]  # mauve-text leaves empty texts out
     options = {"featurize_model_name": str(judge_folder), "max_text_length": MOST}
-    direct = [
-        mauve.compute_mauve(p_text=real, q_text=ours, seed=seed, **options).mauve
-        for seed in (25, 31)
-    ]
+    direct = [mauve.compute_mauve(p_text=real, q_text=ours, seed=seed, **options).mauve for seed in (25, 31)]
     features = (text_features(judge, part, MOST) for part in (ours, real))
     score = mauve_score(judge, *features, max_tokens=MOST, seeds=(25, 31))
     assert score.details["by_seed"] == pytest.approx(direct, abs=1e-6)

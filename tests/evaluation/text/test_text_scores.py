@@ -19,14 +19,7 @@ from scipy.spatial.distance import mahalanobis
 from scipy.stats import energy_distance as scipy_energy
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from evaluation.score import (
-    PerSample,
-    Score,
-    bootstrap_draws,
-    mean_interval,
-    percentile_interval,
-    wilson_interval,
-)
+from evaluation.score import PerSample, Score, bootstrap_draws, mean_interval, percentile_interval, wilson_interval
 from evaluation.text import distance
 from evaluation.text.reading import counted_positions, summarise, token_nll_nats, window_starts
 from evaluation.text.reference import ReferenceText, Ruler, words_of
@@ -246,15 +239,11 @@ def test_naive_samplers_are_what_their_names_say() -> None:
 
 def test_typicality_as_scipy_and_on_both_sides() -> None:
     generator = np.random.default_rng(8)
-    fitted, typical, same, near, far = (
-        generator.normal(scale=scale, size=(500, 8)) for scale in (1, 1, 1, 0.3, 2)
-    )
+    fitted, typical, same, near, far = (generator.normal(scale=scale, size=(500, 8)) for scale in (1, 1, 1, 0.3, 2))
     covariance = np.cov(fitted, rowvar=False)
     inverse = np.linalg.inv(covariance + np.eye(8) * 1e-3 * np.trace(covariance) / 8)
     mean = fitted.mean(0)
-    ours, theirs = (
-        np.mean([mahalanobis(row, mean, inverse) for row in rows]) for rows in (far, typical)
-    )
+    ours, theirs = (np.mean([mahalanobis(row, mean, inverse) for row in rows]) for rows in (far, typical))
     gap = distance.typicality_gap(far, fitted, typical)
     assert gap.value == pytest.approx(ours / theirs - 1, rel=1e-6)
     values = [distance.typicality_gap(rows, fitted, typical) for rows in (same, near, far)]

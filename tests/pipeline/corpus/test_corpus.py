@@ -23,9 +23,7 @@ from shards.errors import GdistillError, UsageError
 ALL = {"validation_fraction": 0.0}
 
 
-def read_documents(
-    config: CorpusConfig, split: str = "train", tally: Tally | None = None
-) -> Iterator[str]:
+def read_documents(config: CorpusConfig, split: str = "train", tally: Tally | None = None) -> Iterator[str]:
     """The documents of one split, in order, counted in ``tally``."""
     for span in plan_spans(config):
         if span.split == split:
@@ -321,9 +319,7 @@ def test_control_characters_are_kept_and_counted(tmp_path: Path) -> None:
         ("owt", {"detokenizer": "ptbb"}, "did you mean 'ptb'"),
     ],
 )
-def test_requests_that_make_no_sense(
-    tmp_path: Path, spec: str, settings: dict[str, Any], message: str
-) -> None:
+def test_requests_that_make_no_sense(tmp_path: Path, spec: str, settings: dict[str, Any], message: str) -> None:
     pq.write_table(pa.table({"text": ["a"], "n": [1]}), tmp_path / "a.parquet")
     (tmp_path / "a.csv").write_text("text\na\n")
     (tmp_path / "g.bin").write_text("x")

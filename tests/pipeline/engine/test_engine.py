@@ -121,12 +121,8 @@ BAD_ANSWERS: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("record", "message"), [*(({**RECORD, **row}, text) for row, text in BAD_ROWS), *BAD_ANSWERS]
-)
-def test_bad_rows_and_answers_name_file_row_and_reason(
-    tmp_path: Path, record: dict[str, Any], message: str
-) -> None:
+@pytest.mark.parametrize(("record", "message"), [*(({**RECORD, **row}, text) for row, text in BAD_ROWS), *BAD_ANSWERS])
+def test_bad_rows_and_answers_name_file_row_and_reason(tmp_path: Path, record: dict[str, Any], message: str) -> None:
     path = write_lines(tmp_path / "a.jsonl", record)
     with pytest.raises(GdistillError, match=message) as caught:
         read_one(path)
@@ -346,9 +342,7 @@ def require_same(own: ShardStore, found: ShardStore, log_error: float, error: fl
         torch.testing.assert_close(probabilities(found), probabilities(own), rtol=0, atol=error)
 
 
-def test_scores_give_the_store_that_the_model_itself_gives(
-    asked: Asked, tmp_path: Path, server: EngineServer
-) -> None:
+def test_scores_give_the_store_that_the_model_itself_gives(asked: Asked, tmp_path: Path, server: EngineServer) -> None:
     own = run(tmp_path / "own", asked(codec={"num_entries": NUM_TOP}))
     with server.running() as url:
         found = run(tmp_path / "out", scores(asked, url))
@@ -551,9 +545,7 @@ def test_two_workers_may_read_scores_at_once(
 
 
 @pytest.mark.usefixtures("in_files")
-def test_the_command_takes_files_or_a_server(
-    teacher: Path, corpus: Path, tmp_path: Path, server: EngineServer
-) -> None:
+def test_the_command_takes_files_or_a_server(teacher: Path, corpus: Path, tmp_path: Path, server: EngineServer) -> None:
     words = ["--tokenizer", teacher, "--set", f"codec.num_entries={NUM_TOP}", "--out", tmp_path]
     assert call("gdistill-extract", "--from-logprobs", f"{tmp_path}/scores.jsonl", *words) == 0
     assert ShardStore.open(tmp_path / "store").manifest.splits["train"] == 29
@@ -580,9 +572,7 @@ def test_the_pages_command_asks_for_states(
 
 
 @pytest.mark.parametrize("dialect", DIALECTS)
-def test_rows_take_their_length_from_the_server(
-    teacher: Path, asked: Asked, tmp_path: Path, dialect: str
-) -> None:
+def test_rows_take_their_length_from_the_server(teacher: Path, asked: Asked, tmp_path: Path, dialect: str) -> None:
     server = EngineServer(teacher, dialect)
     server.context = 11
     with server.running() as url:

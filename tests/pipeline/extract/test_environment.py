@@ -81,9 +81,7 @@ def test_extraction_asks_for_the_compiled_noise_kernel_and_says_why_it_has_none(
 
     settle = extract.settle_environment
     monkeypatch.setattr("pipeline.run.use_noise_kernel", use)
-    monkeypatch.setattr(
-        "pipeline.run.settle_environment", lambda *given: (calls.append("way"), settle(*given))[1]
-    )
+    monkeypatch.setattr("pipeline.run.settle_environment", lambda *given: (calls.append("way"), settle(*given))[1])
     run(tmp_path, asked())
     assert calls == [("auto", "cpu"), "way"]
     assert said == ["noise kernel: eager on cpu; no Triton here"] * bool(obstacle)

@@ -124,11 +124,7 @@ def test_rerun_takes_the_head_from_the_store_and_repairs_a_damaged_one(
 
 @pytest.mark.parametrize("num_shards", [0, 1, 4])
 def test_an_interrupted_run_resumes_to_the_same_bytes(
-    tmp_path: Path,
-    asked: Asked,
-    reference: dict[str, bytes],
-    monkeypatch: pytest.MonkeyPatch,
-    num_shards: int,
+    tmp_path: Path, asked: Asked, reference: dict[str, bytes], monkeypatch: pytest.MonkeyPatch, num_shards: int
 ) -> None:
     """And a finished shard is not computed again."""
     forward, calls, most_calls = Teacher.forward, [], 4 * num_shards + 2

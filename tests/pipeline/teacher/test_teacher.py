@@ -13,13 +13,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from scipy import stats
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    GraniteConfig,
-    GraniteForCausalLM,
-    ViTConfig,
-)
+from transformers import AutoConfig, AutoModelForCausalLM, GraniteConfig, GraniteForCausalLM, ViTConfig
 
 from pipeline import generate
 from pipeline.generate import GeneratedRows, generate_rows, processed
@@ -139,9 +133,7 @@ def test_bfloat16_keeps_float32_logits(tmp_path: Path, family: str) -> None:
     assert (rebuilt - narrow).abs().max() < 1e-5
 
 
-def test_a_compiled_teacher_scores_through_the_compiled_model(
-    teacher: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_compiled_teacher_scores_through_the_compiled_model(teacher: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     used: list[object] = []
 
     def compile_(model: torch.nn.Module, **_: object) -> object:
@@ -451,9 +443,7 @@ def test_rows_on_a_gpu_are_as_many_as_its_memory_holds(gpu_of: Gpu) -> None:
         assert generate.rows_that_fit(gpu, row, 50_257, taken) == expected
 
 
-def test_a_size_that_fits_is_kept_from_shard_to_shard(
-    monkeypatch: pytest.MonkeyPatch, loaded: Teacher
-) -> None:
+def test_a_size_that_fits_is_kept_from_shard_to_shard(monkeypatch: pytest.MonkeyPatch, loaded: Teacher) -> None:
     tried: list[int] = []
 
     def written(_: Teacher, first: torch.Tensor, *rest: object) -> torch.Tensor:
@@ -497,9 +487,7 @@ def test_temperature_comes_before_the_nucleus() -> None:
     assert probabilities.tolist() == pytest.approx([share, 1 - share, 0], abs=1e-6)
 
 
-def test_the_nucleus_does_not_depend_on_how_many_rows_are_sorted_at_once(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_nucleus_does_not_depend_on_how_many_rows_are_sorted_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     log_probs = torch.randn(3, 4, 7, generator=torch.Generator().manual_seed(0)).log_softmax(-1)
     ordered = log_probs.double().exp().sort(-1, descending=True).values.cumsum(-1)
     counts = (ordered <= 0.6).sum(-1).clamp_min(1)

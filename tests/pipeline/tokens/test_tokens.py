@@ -228,9 +228,7 @@ def test_only_the_rows_asked_for_are_tokenized(
             prepare(tmp_path / "few", more)
 
 
-def test_a_special_token_in_a_text_is_text_and_counted(
-    tmp_path: Path, bpe: PreTrainedTokenizerFast
-) -> None:
+def test_a_special_token_in_a_text_is_text_and_counted(tmp_path: Path, bpe: PreTrainedTokenizerFast) -> None:
     (tmp_path / "a.jsonl").write_text('{"text": "the cat<|endoftext|>the dog sat on a mat"}\n' * 9)
     settings = {"row_length": 4, "validation_fraction": 0.0, "separate_train": False}
     for choice, expected in ((None, 0), ("token", 9)):
@@ -321,9 +319,7 @@ def test_requests_that_cannot_be_met(tmp_path: Path, prepare: Prepare) -> None:
     assert not list(tmp_path.glob("*/tokens"))
 
 
-def test_a_huge_single_document(
-    tmp_path: Path, sentences: list[str], bpe: PreTrainedTokenizerFast
-) -> None:
+def test_a_huge_single_document(tmp_path: Path, sentences: list[str], bpe: PreTrainedTokenizerFast) -> None:
     text, path = " ".join(sentences * 4), tmp_path / "a.txt"
     path.write_text(text)
     dataset = made(path, tmp_path, bpe, row_length=16, validation_fraction=0.1)
@@ -333,9 +329,7 @@ def test_a_huge_single_document(
     assert text.startswith(decoded.removesuffix("<|endoftext|>"))
 
 
-def test_rows_as_reference_texts(
-    tmp_path: Path, asked: Asked, teacher: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rows_as_reference_texts(tmp_path: Path, asked: Asked, teacher: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a run's folder and of its store: without the token in front, other special ones stay."""
     monkeypatch.setattr("pipeline.references.BLOCK_ROWS", 2)
     rows = run(tmp_path, asked(corpus={"packing": "wrap"})).split("train").read_rows(0, 5)["tokens"]
@@ -428,9 +422,7 @@ def whole(tokenizer: Tokenizer, text: str) -> list[int]:
 
 @pytest.mark.parametrize("name", sorted(TEXTS))
 @pytest.mark.parametrize("size", [50, 777])
-def test_pieces_have_the_ids_of_the_whole(
-    bpe: PreTrainedTokenizerFast, name: str, size: int
-) -> None:
+def test_pieces_have_the_ids_of_the_whole(bpe: PreTrainedTokenizerFast, name: str, size: int) -> None:
     fast, text = backend(bpe), TEXTS[name]
     pieces = cut_between_words(fast, text, size)
     assert "".join(pieces) == text
@@ -448,9 +440,7 @@ def test_a_normalizer_that_adds_to_the_text_forbids_cuts(bpe: PreTrainedTokenize
 
 
 @pytest.mark.parametrize("name", sorted(TEXTS))
-def test_overlapping_pieces_have_the_ids_of_the_whole(
-    bpe: PreTrainedTokenizerFast, name: str
-) -> None:
+def test_overlapping_pieces_have_the_ids_of_the_whole(bpe: PreTrainedTokenizerFast, name: str) -> None:
     fast, text = backend(bpe), TEXTS[name]
     assert encode_with_overlap(fast, text, 1000).tolist() == whole(fast, text)
 

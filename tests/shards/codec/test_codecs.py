@@ -76,9 +76,7 @@ def exact_gumbels(output: TeacherOutput) -> Tensor:
     return frozen_posterior(output, SEED).gumbels()
 
 
-def decode(
-    codec: Codec, output: TeacherOutput, known: Arrays, draw: int = 0, arrays: Arrays | None = None
-) -> Noise:
+def decode(codec: Codec, output: TeacherOutput, known: Arrays, draw: int = 0, arrays: Arrays | None = None) -> Noise:
     """Encode, unless that was done, and decode all positions."""
     arrays = arrays or codec.encode(output, SEED, known)
     flat = {name: array.flatten(0, 1) for name, array in arrays.items()}
@@ -106,9 +104,7 @@ OTHER_PARAMETERS: list[tuple[str, dict]] = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("name", "parameters"), [*((name, {}) for name in CODECS), *OTHER_PARAMETERS]
-)
+@pytest.mark.parametrize(("name", "parameters"), [*((name, {}) for name in CODECS), *OTHER_PARAMETERS])
 def test_our_codecs_pass_the_kit(name: str, parameters: dict) -> None:
     codec = make_codec(name, **parameters)
     check_codec(codec, min_agreement=0.0 if parameters else AGREEMENT.get(name, 1.0))
@@ -201,8 +197,7 @@ def test_what_no_codec_can_be_is_refused(name: str, parameters: dict, message: s
 
 
 @pytest.mark.parametrize(
-    ("codec", "name"),
-    [("posterior", "entry_rank"), ("seeded", "shift_gap"), ("topk", "entry_gap")],
+    ("codec", "name"), [("posterior", "entry_rank"), ("seeded", "shift_gap"), ("topk", "entry_gap")]
 )
 def test_ids_below_the_vocabulary_pass_and_no_others(codec: str, name: str) -> None:
     planes = {f"{name}_byte{i}": np.uint8([[[0, byte]]]) for i, byte in enumerate((88, 2))}
@@ -212,9 +207,7 @@ def test_ids_below_the_vocabulary_pass_and_no_others(codec: str, name: str) -> N
 
 @pytest.mark.parametrize("vocab_size", [2, 5, 600])
 @pytest.mark.parametrize(("name", "parameters"), [c for c in OTHER_PARAMETERS if c[0] != "hidden"])
-def test_what_is_kept_of_a_teacher_without_doubt_is_finite(
-    name: str, parameters: dict, vocab_size: int
-) -> None:
+def test_what_is_kept_of_a_teacher_without_doubt_is_finite(name: str, parameters: dict, vocab_size: int) -> None:
     """All other tokens are impossible: nothing is left for a tail."""
     log_probs = torch.full((1, 3, vocab_size), -math.inf)
     log_probs[..., 1] = 0.0
@@ -235,8 +228,7 @@ def test_parts_do_not_show(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "parameters"),
-    [("full", {}), ("topk", {"num_entries": 90}), ("quantized", {}), ("quantized", {"bits": 4})],
+    ("name", "parameters"), [("full", {}), ("topk", {"num_entries": 90}), ("quantized", {}), ("quantized", {"bits": 4})]
 )
 def test_the_token_stays_the_argmax_of_what_is_stored(name: str, parameters: dict) -> None:
     """Entries that rounding would lift past the token are rounded down."""
@@ -372,8 +364,7 @@ def test_unknown_entries_are_no_entries() -> None:
 
 
 @pytest.mark.parametrize(
-    ("vocab_size", "num_entries"),
-    [(1, 1), (7, 7), (23, 5), (512, 64), (4096, 64), (4099, 100), (50257, 64)],
+    ("vocab_size", "num_entries"), [(1, 1), (7, 7), (23, 5), (512, 64), (4096, 64), (4099, 100), (50257, 64)]
 )
 def test_values_and_ids_are_those_of_topk(vocab_size: int, num_entries: int) -> None:
     generator = torch.Generator().manual_seed(vocab_size)
@@ -496,9 +487,7 @@ def test_number_of_entries_is_at_or_below_its_bound(tolerance: float) -> None:
 
 @pytest.mark.parametrize(("tolerance", "least"), [(0.003, 57), (0.01, 100), (0.3, 57)])
 @pytest.mark.parametrize("spread", [0.1, 1.0])
-def test_coarsened_positions_keep_the_token_first(
-    tolerance: float, least: int, spread: float
-) -> None:
+def test_coarsened_positions_keep_the_token_first(tolerance: float, least: int, spread: float) -> None:
     output, resources = teacher_output((20, 60, 2000), spread=spread)
     codec = SeededCodec(tolerance_nats=tolerance, max_entries=least)
     arrays = codec.encode(output, SEED, resources)
@@ -568,9 +557,7 @@ def test_shift_codes(tolerance: float) -> None:
 
 
 @pytest.mark.parametrize("max_entries", [None, 1900])
-def test_more_entries_than_the_slots_are_held_at_twice_the_tolerance(
-    max_entries: int | None,
-) -> None:
+def test_more_entries_than_the_slots_are_held_at_twice_the_tolerance(max_entries: int | None) -> None:
     """Shifts of 1.5 eps everywhere at one position of three: no distribution does that to V."""
     codec, vocab_size = SeededCodec(tolerance_nats=0.01, max_entries=max_entries), 2500
     num_slots = codec._num_slots(vocab_size)

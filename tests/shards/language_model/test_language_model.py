@@ -130,10 +130,7 @@ def test_of_the_hub_the_revision_and_the_files_that_were_asked_for(
         return str(folder)
 
     monkeypatch.setattr(loading, "snapshot_download", snapshot)
-    for weights, patterns in (
-        (False, [[]]),
-        (True, [["model*.safetensors"], ["pytorch_model*.bin"]]),
-    ):
+    for weights, patterns in ((False, [[]]), (True, [["model*.safetensors"], ["pytorch_model*.bin"]])):
         options = {"revision": "v2", "local_files_only": weights}
         files = loading.find_pretrained("me/model", **options, weights=weights)
         assert (files.name, files.folder) == ("me/model", folder)
@@ -148,9 +145,7 @@ class TwiceTheHead(nn.Linear):
         return 2 * super().forward(input)
 
 
-def test_logits_that_would_be_rounded_are_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_logits_that_would_be_rounded_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder, library = save_teacher(tmp_path), transformers.AutoModelForCausalLM
     load = library.from_pretrained
 
@@ -213,9 +208,7 @@ def test_a_configuration_is_told_by_what_it_computes() -> None:
         assert files_with(GPT2Config(**{**config, **change})).config_sha256 == first
 
 
-@pytest.mark.parametrize(
-    "device_map", ["nowhere", "cuda:97", "meta", {}, {"": "disk"}, {"": 97}, {"": True}], ids=str
-)
+@pytest.mark.parametrize("device_map", ["nowhere", "cuda:97", "meta", {}, {"": "disk"}, {"": 97}, {"": True}], ids=str)
 def test_a_device_that_is_not_there_is_one_line(device_map: Any) -> None:
     with pytest.raises(UsageError, match=r"no such place for a model \[device_map\]"):
         loading.check_device_map(device_map)
@@ -313,12 +306,7 @@ def test_a_row_that_no_kernel_can_index_is_refused_with_a_way_out() -> None:
 
 @pytest.mark.parametrize(
     ("capability", "override", "runs"),
-    [
-        ((9, 0), None, "TF32"),
-        ((8, 0), "1", "TF32"),
-        ((8, 0), "0", "float32"),
-        ((7, 5), None, "float32"),
-    ],
+    [((9, 0), None, "TF32"), ((8, 0), "1", "TF32"), ((8, 0), "0", "float32"), ((7, 5), None, "float32")],
 )
 def test_tf32_is_allowed_where_a_gpu_has_it_and_the_user_does_not_object(
     monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], override: str | None, runs: str

@@ -195,9 +195,7 @@ def shifted(num: int, vocab_size: int) -> ShiftedNoise:
 def stored(num: int, vocab_size: int) -> StoredNoise:
     exact = dense_posterior(num, vocab_size)
     columns = (exact.gumbels().half(),)
-    return StoredNoise(
-        columns, lambda c, i, j: c[0][:, i:j].float(), exact.tokens, exact.token_gumbels, vocab_size
-    )
+    return StoredNoise(columns, lambda c, i, j: c[0][:, i:j].float(), exact.tokens, exact.token_gumbels, vocab_size)
 
 
 POSTERIORS: dict[str, Callable[[], KeyedPosterior]] = {
@@ -232,18 +230,11 @@ def test_any_noise_reads_in_tiles_selections_and_parts(kind: str) -> None:
         gumbels = torch.cat([noise.gumbels(*tile) for tile in tiles], dim=1)
         assert torch.equal(gumbels, noise.gumbels())
     torch.testing.assert_close(noise.gumbels(), -whole.log(), rtol=1e-5, atol=1e-5)
-    for index in (
-        torch.tensor([3, 39, 0, 3]),
-        SOME,
-        slice(5, 9),
-        torch.zeros(40, dtype=torch.bool),
-    ):
+    for index in (torch.tensor([3, 39, 0, 3]), SOME, slice(5, 9), torch.zeros(40, dtype=torch.bool)):
         assert torch.equal(dense_arrivals(noise.select(index).to("cpu")), whole[index])
     for width in (7, 20, 40, 64):
         parts = noise.split(width)
-        assert [part.num_positions for part in parts] == [
-            min(width, 40 - i) for i in range(0, 40, width)
-        ]
+        assert [part.num_positions for part in parts] == [min(width, 40 - i) for i in range(0, 40, width)]
         for first, last in WINDOWS:
             start, stop = min(first, size - 1), min(last, size)
             read = torch.cat([part.tile(start, stop) for part in parts])

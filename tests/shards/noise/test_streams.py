@@ -110,9 +110,7 @@ def compiled_noise() -> Iterator[None]:
 
 
 @pytest.mark.parametrize(("num", "start", "stop"), [(300, 3, 90), (2, 0, 50257), (64, 6, 2055)])
-def test_the_compiled_kernel_gives_the_same_bits(
-    compiled_noise: None, num: int, start: int, stop: int
-) -> None:
+def test_the_compiled_kernel_gives_the_same_bits(compiled_noise: None, num: int, start: int, stop: int) -> None:
     assert philox.noise_kernel() == "compiled"
     assert_as_defined(make_keys(num, draw=3), start, stop)
 
@@ -136,9 +134,7 @@ def test_kernels_are_chosen_by_name_and_a_failure_changes_nothing(compile_by: Ca
     assert philox.noise_kernel() == "eager"
 
 
-def test_auto_compiles_on_cuda_alone_and_tells_why_not(
-    compile_by: Callable, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_auto_compiles_on_cuda_alone_and_tells_why_not(compile_by: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[torch.device] = []
 
     def fails(device: torch.device) -> None:
@@ -167,9 +163,7 @@ def test_a_form_that_is_compiled_wrongly_gives_way_to_the_next(compile_by: Calla
     assert tried == ["_by_lane", "_all_lanes"]
 
 
-@pytest.mark.parametrize(
-    ("ulps", "most", "fits"), [(0, 0, True), (1, 0, False), (2, 2, True), (3, 2, False)]
-)
+@pytest.mark.parametrize(("ulps", "most", "fits"), [(0, 0, True), (1, 0, False), (2, 2, True), (3, 2, False)])
 def test_a_compiled_kernel_may_differ_as_far_as_its_device_allows(
     compile_by: Callable, monkeypatch: pytest.MonkeyPatch, ulps: int, most: int, fits: bool
 ) -> None:

@@ -65,9 +65,7 @@ def write(folder: Path, name: str, format_version: int) -> ShardStore:
         versions={},
         format_version=format_version,
     )
-    known = {
-        key: value for key, value in teacher("train")[1].items() if key in codec.resource_names
-    }
+    known = {key: value for key, value in teacher("train")[1].items() if key in codec.resource_names}
     resources = {key: value.numpy() for key, value in known.items()}
     files = {"tokenizer/tokenizer.json": b"{}"}
     writer = ShardWriter.create_or_resume(folder, manifest, resources, files)

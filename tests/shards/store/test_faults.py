@@ -63,9 +63,7 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
     return cases.file_bytes(root)
 
 
-def test_several_and_killed_writers_write_the_bytes_of_one(
-    tmp_path: Path, reference: dict[str, bytes]
-) -> None:
+def test_several_and_killed_writers_write_the_bytes_of_one(tmp_path: Path, reference: dict[str, bytes]) -> None:
     root = tmp_path / "store"
     seconds = write_big(root, 3)
     assert cases.file_bytes(root) == reference
@@ -106,9 +104,7 @@ def full_disk_worker(root: Path, limit: int) -> None:
         write_worker(root, BIG)
 
 
-def test_a_full_disk_is_one_clear_error_and_keeps_what_is_done(
-    tmp_path: Path, reference: dict[str, bytes]
-) -> None:
+def test_a_full_disk_is_one_clear_error_and_keeps_what_is_done(tmp_path: Path, reference: dict[str, bytes]) -> None:
     root, largest = tmp_path / "store", max(len(data) for data in reference.values())
     assert exit_codes([start(full_disk_worker, root, largest - 1)]) == [0]
     left = cases.file_bytes(root)
@@ -177,9 +173,7 @@ CHANGES: list[tuple[dict, str]] = [
 
 
 @pytest.mark.parametrize(("change", "message"), CHANGES)
-def test_resuming_with_other_inputs_names_the_field_and_both_values(
-    sound: Path, change: dict, message: str
-) -> None:
+def test_resuming_with_other_inputs_names_the_field_and_both_values(sound: Path, change: dict, message: str) -> None:
     before = cases.file_bytes(sound)
     with pytest.raises(UsageError, match=message):
         cases.open_writer(sound, **change)
@@ -223,9 +217,7 @@ def test_single_bit_flips_are_all_found(root: Path, truth: dict[str, bytes]) -> 
 
 
 @pytest.mark.parametrize("damage", ["missing", "empty", "cut by one", "halved", "grown by one"])
-def test_no_file_may_be_missing_empty_or_of_another_length(
-    root: Path, truth: dict[str, bytes], damage: str
-) -> None:
+def test_no_file_may_be_missing_empty_or_of_another_length(root: Path, truth: dict[str, bytes], damage: str) -> None:
     for name, data in cases.file_bytes(root).items():
         damages = {"missing": None, "empty": b"", "cut by one": data[:-1]}
         damages |= {"halved": data[: len(data) // 2], "grown by one": data + b"\0"}
@@ -237,10 +229,7 @@ def test_the_error_names_the_shard_even_after_it_was_read_once(root: Path, data)
     reader = ShardStore.open(root).split("train")
     reader.read_chunk(2)
     told = r"train/entry_gumbels/c/1/0/0: train shard 1 \(rows 8 to 11\)"
-    with (
-        trials.damaged(root / "train/entry_gumbels/c/1/0/0", data),
-        pytest.raises(IntegrityError, match=told),
-    ):
+    with trials.damaged(root / "train/entry_gumbels/c/1/0/0", data), pytest.raises(IntegrityError, match=told):
         reader.read_chunk(2)
 
 

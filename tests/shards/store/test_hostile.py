@@ -307,9 +307,7 @@ HOSTILE = [pytest.param(change, odd, id=change.__name__) for change, *odd in SIN
 
 
 @pytest.mark.parametrize(("change", "odd"), HOSTILE)
-def test_each_ends_in_one_line(
-    store: Path, tmp_path: Path, change: Callable[..., None], odd: Sequence[Any]
-) -> None:
+def test_each_ends_in_one_line(store: Path, tmp_path: Path, change: Callable[..., None], odd: Sequence[Any]) -> None:
     change(store, *odd)
     refused(store, tmp_path / "out")
     assert not (tmp_path / "planted").exists()
@@ -333,9 +331,7 @@ DEEP = b'{"ways": ' + b"[" * 5000 + b"]" * 5000 + b"}"
 ODD_WAYS = [DEEP, b'{"ways": [[["a", 1], [2, 3]]]}', b'{"ways": 3}', b'{"ways": [{"a": [1]}]}']
 
 
-@pytest.mark.parametrize(
-    "data", [*ODD_WAYS, b"{}", b"[]", b"\xff"], ids=lambda data: repr(data[:30])
-)
+@pytest.mark.parametrize("data", [*ODD_WAYS, b"{}", b"[]", b"\xff"], ids=lambda data: repr(data[:30]))
 def test_a_record_of_computing_is_no_trap(store: Path, tmp_path: Path, data: bytes) -> None:
     (store / "computed.json").write_bytes(data)
     use(store, tmp_path / "out")  # it is no part of the store
@@ -404,9 +400,7 @@ def test_a_place_linked_to_itself_is_one_line(tmp_path: Path) -> None:
         open_store(tmp_path / "loop")
 
 
-def test_linked_files_are_read_as_caches_of_downloads_have_them(
-    store: Path, tmp_path: Path
-) -> None:
+def test_linked_files_are_read_as_caches_of_downloads_have_them(store: Path, tmp_path: Path) -> None:
     for path in [path for path in store.rglob("*") if path.is_file()]:
         blob = tmp_path / "blobs" / path.relative_to(store).as_posix().replace("/", "-")
         blob.parent.mkdir(exist_ok=True)

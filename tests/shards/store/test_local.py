@@ -40,9 +40,7 @@ def test_a_listing_beside_a_writer_misses_what_is_gone_and_nothing_else(
     assert place.written_at("train")["train/a"] == 7.0
 
 
-def test_what_cannot_be_listed_does_not_look_empty(
-    place: LocalLocation, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_cannot_be_listed_does_not_look_empty(place: LocalLocation, monkeypatch: pytest.MonkeyPatch) -> None:
     scandir = os.scandir
 
     def refuses(path: str):
@@ -94,9 +92,7 @@ def test_a_forked_child_that_leaves_the_claim_does_not_release_it(tmp_path: Path
     assert not path.exists()
 
 
-def test_a_lock_on_a_file_that_was_removed_is_no_claim(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_lock_on_a_file_that_was_removed_is_no_claim(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A holder removes it on release, when who waits has a descriptor of it already."""
     path, flock, removed = tmp_path / "claims/one", fcntl.flock, list[Path]()
 

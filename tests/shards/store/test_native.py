@@ -213,9 +213,7 @@ def test_what_is_kept_of_shards_is_bounded(made: Made, monkeypatch: pytest.Monke
 
 
 @pytest.mark.slow
-def test_a_reader_remembers_little_of_each_shard(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_reader_remembers_little_of_each_shard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(layout, "INDEX_MEMORY_BYTES", 0)
     write_store(tmp_path / "store", splits={"train": 800}, rows_per_shard=4, rows_per_chunk=4)
     reader = ShardStore.open(tmp_path / "store").split("train")

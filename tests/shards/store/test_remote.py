@@ -103,9 +103,7 @@ def test_every_client_has_a_word_of_its_own_for_the_time_of_writing(memory: str)
     assert place.written_at("") == dict.fromkeys("01234", 7.0)
 
 
-def test_a_store_is_written_read_and_streamed_as_a_local_one(
-    url: str, sound: Path, rows: Rows
-) -> None:
+def test_a_store_is_written_read_and_streamed_as_a_local_one(url: str, sound: Path, rows: Rows) -> None:
     writer, place = cases.write_store(url), open_location(url)
     assert {name: place.read(name) for name in place.sizes()} == cases.file_bytes(sound)
     assert writer.is_complete() and verify(url) == []
@@ -256,9 +254,7 @@ def test_one_process_gets_a_claim_even_where_creation_is_not_exclusive(
     assert open_location(memory).claims() == []
 
 
-def test_a_claim_let_go_of_in_between_is_not_overwritten(
-    url: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_claim_let_go_of_in_between_is_not_overwritten(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     place, other = RemoteLocation(url), RemoteLocation(url)
     with other.claim(CLAIM, wait=False):
         # Gone when looked at, then retaken.
@@ -317,9 +313,7 @@ def test_the_claim_of_a_killed_process_is_void(bucket: str, tmp_path: Path) -> N
     assert can_take(open_location(url))
 
 
-def test_the_cache_serves_what_it_has_and_fetches_a_spoilt_copy_again(
-    memory: str, tmp_path: Path, rows: Rows
-) -> None:
+def test_the_cache_serves_what_it_has_and_fetches_a_spoilt_copy_again(memory: str, tmp_path: Path, rows: Rows) -> None:
     cases.write_store(memory)
     place = RemoteLocation(memory, cache=FileCache(tmp_path))
     assert_rows(place, rows)
@@ -332,9 +326,7 @@ def test_the_cache_serves_what_it_has_and_fetches_a_spoilt_copy_again(
     assert_rows(place, rows)
 
 
-def test_eviction_keeps_to_its_size_and_to_its_own_copies(
-    memory: str, tmp_path: Path, rows: Rows
-) -> None:
+def test_eviction_keeps_to_its_size_and_to_its_own_copies(memory: str, tmp_path: Path, rows: Rows) -> None:
     cases.write_store(memory)
     before = open_location(memory).sizes()
     (tmp_path / "the only copy.txt").write_text("of something else")

@@ -76,9 +76,7 @@ def test_what_is_read_is_what_was_asked_for(sound: Path, tmp_path: Path) -> None
             read()
 
 
-def test_a_large_resource_is_kept_in_chunks_of_rows(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_large_resource_is_kept_in_chunks_of_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     value = np.arange(cases.VOCAB * 4, dtype=np.float32).reshape(cases.VOCAB, 4)
     resources = {**cases.make_resources(), "lm_head": value}
     with monkeypatch.context() as patch:
@@ -178,10 +176,7 @@ def test_a_finished_store_has_nothing_pending_and_does_not_change(store: Path) -
         (lambda a: a.update(extra=a["token_gumbels"]), "wrong arrays"),
         (lambda a: a.update(entry_gumbels=a["entry_gumbels"].astype("float32")), "does not fit"),
         (lambda a: a.update(tokens=a["tokens"][:-1]), "does not fit"),
-        (
-            lambda a: a["tokens"].__setitem__((2, 3), cases.VOCAB),
-            "train row 10, position 3.*got 50",
-        ),
+        (lambda a: a["tokens"].__setitem__((2, 3), cases.VOCAB), "train row 10, position 3.*got 50"),
         (lambda a: a["tokens"].__setitem__((2, 3), -1), "train row 10, position 3"),
         (lambda a: a["token_log_probs"].__setitem__((1, 4), np.nan), "row 9, position 4.*got nan"),
         (lambda a: a["token_log_probs"].__setitem__((1, 4), -np.inf), "got -inf"),
@@ -201,9 +196,7 @@ def test_arrays_that_cannot_be_right_are_refused(tmp_path: Path, change, message
     assert shard in writer.pending("train")
 
 
-def test_a_shard_being_rewritten_is_in_no_ledger(
-    store: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_shard_being_rewritten_is_in_no_ledger(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     writer = cases.open_writer(store)
     shard = writer.manifest.shards("train")[1]
     (store / "train/token_gumbels/c/1/0").write_bytes(b"damaged")

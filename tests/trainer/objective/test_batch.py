@@ -27,16 +27,12 @@ EVERYWHERE[:, 0] = False
 MASK = EVERYWHERE & (torch.rand(8, LENGTH, generator=torch.Generator().manual_seed(0)) < 0.5)
 
 
-def read_rows(
-    maker: BatchMaker, store: ShardStore, split: str = "train", epoch: int = 0
-) -> RowBatch:
+def read_rows(maker: BatchMaker, store: ShardStore, split: str = "train", epoch: int = 0) -> RowBatch:
     reader = store.split(split, maker.arrays)
     return next(ShardStream(reader, seed=1, global_batch_size=8, shuffle=False).one_pass(epoch))
 
 
-def make_batch(
-    path: Path, epoch: int = 0, with_noise: bool = True, num_draws: int | None = None
-) -> Batch:
+def make_batch(path: Path, epoch: int = 0, with_noise: bool = True, num_draws: int | None = None) -> Batch:
     store = ShardStore.open(path)
     maker = BatchMaker(store, "train", 3, CPU, with_noise, num_draws)
     return maker(read_rows(maker, store, epoch=epoch), step=5)
@@ -72,10 +68,7 @@ def test_noise_makes_the_tokens_the_teachers_choice(store: Path) -> None:
 
 
 def test_a_fresh_codec_draws_anew_in_every_epoch_or_a_number_of_draws_in_turn(store: Path) -> None:
-    endless, four = (
-        [arrivals(make_batch(store, epoch, num_draws=num)) for epoch in range(8)]
-        for num in (None, 4)
-    )
+    endless, four = ([arrivals(make_batch(store, epoch, num_draws=num)) for epoch in range(8)] for num in (None, 4))
     assert torch.equal(endless[0], arrivals(make_batch(store)))
     for epoch in range(4):
         assert torch.equal(four[epoch], four[epoch + 4])

@@ -133,9 +133,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("conditioning", ["none", "gumbel"])
-@pytest.mark.parametrize(
-    "kind", [{"student": "mdlm"}, {"student": "bd3lm", "model__block_size": 4}]
-)
+@pytest.mark.parametrize("kind", [{"student": "mdlm"}, {"student": "bd3lm", "model__block_size": 4}])
 def test_a_diffusion_student_pays_the_dense_kl_where_it_is_masked(
     whole: Path, tmp_path: Path, kind: dict[str, Any], conditioning: str
 ) -> None:
@@ -158,10 +156,7 @@ def test_a_diffusion_student_pays_the_dense_kl_where_it_is_masked(
         kl = functional.kl_div(found[:, 1:], teacher, reduction="none", log_target=True).sum(-1)
         nll = -found.gather(-1, batch.tokens[..., None])[..., 0]
         mixed = weight * functional.pad(kl, (1, 0)) + (1 - weight) * nll
-        loss, usual = (
-            (part * corruption.weight * corruption.mask).sum() / noised.numel()
-            for part in (mixed, nll)
-        )
+        loss, usual = ((part * corruption.weight * corruption.mask).sum() / noised.numel() for part in (mixed, nll))
     output = student.train().loss(batch)
     torch.testing.assert_close(output.loss, loss, rtol=3e-3, atol=1e-5)
     likelihood = student.eval().loss(batch)

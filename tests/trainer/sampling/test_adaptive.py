@@ -55,17 +55,13 @@ def test_r_1_is_the_student_from_left_to_right(verifier: str, lookahead: int) ->
     assert (result.details["acceptance"] == 1).all() and not result.details["verifier_nfe"].any()
 
 
-def test_a_verifier_that_agrees_keeps_everything(
-    verifier: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_verifier_that_agrees_keeps_everything(verifier: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """When p_AR is the student's own marginal, every R gives the draft."""
     student = tiny_student(conditioning="none")
     tokens = open_rows(student, 1)
     with torch.no_grad():
         marginals = student.predict_at(tokens, tokens == student.mask_id)[:, :-1]
-    monkeypatch.setattr(
-        CausalReader, "next_logits", lambda self, tokens, *_: marginals.expand(len(tokens), -1, -1)
-    )
+    monkeypatch.setattr(CausalReader, "next_logits", lambda self, tokens, *_: marginals.expand(len(tokens), -1, -1))
     for weight in (0.0, 0.5):
         result = draw(student, AdaptiveSampler(verifier=verifier, mixture_weight=weight), IDS)
         assert (result.nfe == 1).all() and (result.details["acceptance"] == 1).all()

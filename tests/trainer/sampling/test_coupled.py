@@ -60,17 +60,13 @@ def test_the_output_is_the_verifiers_own_decode(name: str, lookahead: int, verif
 
 
 @pytest.mark.parametrize("draft", ["greedy", "gumbel"])
-@pytest.mark.parametrize(
-    "cut", [{"nucleus_p": 0.6}, {"top_k": 2}, {"top_k": 4, "nucleus_p": 0.7}], ids=str
-)
+@pytest.mark.parametrize("cut", [{"nucleus_p": 0.6}, {"top_k": 2}, {"top_k": 4, "nucleus_p": 0.7}], ids=str)
 def test_the_verifiers_truncation_is_kept(cut: dict, draft: Any, verifier: str) -> None:
     """Its argmax under the same noise, over the tokens that top-k and nucleus keep."""
     student, tau = tiny_student(), 0.9
     sampler = CoupledSampler(verifier=verifier, tau=tau, draft=draft, **cut)
     tokens, rule = prompts(student, LENGTH), TokenRule(temperature=tau, **cut)
-    expected, whole = (
-        own_decode(tiny_llama(), tokens, IDS, VOCAB, tau, one)[0] for one in (rule, None)
-    )
+    expected, whole = (own_decode(tiny_llama(), tokens, IDS, VOCAB, tau, one)[0] for one in (rule, None))
     assert torch.equal(draw(student, sampler, IDS, tokens).tokens, expected)
     assert not torch.equal(expected, whole)
 
@@ -229,8 +225,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gemma2": {**LAYERS, "head_dim": 8, "query_pre_attn_scalar": 8},
     "gpt_oss": {**LAYERS, **MIXED, "head_dim": 8},
     "qwen2": {**SLIDING, "use_sliding_window": True, "max_window_layers": 0},
-    "gpt_neo": {**LOCAL, "hidden_size": 16, "num_layers": 2, "num_heads": 2}
-    | {"max_position_embeddings": 64},
+    "gpt_neo": {**LOCAL, "hidden_size": 16, "num_layers": 2, "num_heads": 2} | {"max_position_embeddings": 64},
 }
 
 

@@ -22,13 +22,7 @@ from tests.trainer.students.test_drafter import tiny_drafter
 from trainer.sampling import own_backbone
 from trainer.sampling.fill import StopRule
 from trainer.sampling.noise import TokenRule, sampling_noise
-from trainer.sampling.own_backbone import (
-    DraftModel,
-    MedusaSampler,
-    Tree,
-    TreeReader,
-    is_typical,
-)
+from trainer.sampling.own_backbone import DraftModel, MedusaSampler, Tree, TreeReader, is_typical
 from trainer.sampling.registry import make_sampler
 from trainer.sampling.verifier import CausalReader
 from trainer.students.drafter import Drafter
@@ -62,9 +56,7 @@ def heads(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return make_heads(folder, shape, **CHANGES.get(request.param, {}))
 
 
-@pytest.mark.parametrize(
-    ("acceptance", "tau"), [("coupled", 1.0), ("coupled", 0.6), ("coupled", 4.0), ("greedy", 0.0)]
-)
+@pytest.mark.parametrize(("acceptance", "tau"), [("coupled", 1.0), ("coupled", 0.6), ("coupled", 4.0), ("greedy", 0.0)])
 def test_heads_are_lossless(heads: Medusa, acceptance: Any, tau: float) -> None:
     """Together and alone the backbone's own decode of the noise, or its greedy continuation.
 
@@ -150,9 +142,7 @@ def test_trees_depend_on_no_companion_and_on_no_room_for_noise(
         assert torch.equal(found.details["verifier_nfe"], wanted.details["verifier_nfe"])
 
 
-def test_steps_and_drafts_are_taken_where_they_are_probable(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_steps_and_drafts_are_taken_where_they_are_probable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """From all of them to one; two of twelve tokens never hold all of the probability."""
     student, _ = tiny_drafter(tmp_path, model__backbone__num_proposed=4)
     tokens, steps, passes, sizes, read = prompts(student, LENGTH, 1), [], [], [], []
@@ -196,9 +186,7 @@ def test_perfect_heads_are_kept_whole(tmp_path: Path, monkeypatch: pytest.Monkey
     assert torch.equal(result.details["reached"], result.details["accepted"])
 
 
-def test_a_perfect_drafter_is_followed_to_the_end(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_perfect_drafter_is_followed_to_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """K accepted and one more a pass, behind the first pass, which reads the prompt."""
     student, _ = tiny_drafter(tmp_path, model__backbone__num_proposed=3)
     tokens = prompts(student, LENGTH, 1)
@@ -224,16 +212,12 @@ def test_a_perfect_drafter_is_followed_to_the_end(
         assert torch.equal(result.details["reached"], result.details["accepted"])
 
 
-def test_heads_are_shown_the_noise_of_the_tokens_they_propose(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_heads_are_shown_the_noise_of_the_tokens_they_propose(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Behind token i: the embeddings of i + 1 .. i + 1 + K, and the hidden state of i itself."""
     student = make_heads(tmp_path, model__backbone__own_noise="seen")
     tokens, seen = open_rows(student, 1, LONG), []
     propose = student.propose
-    monkeypatch.setattr(
-        student, "propose", lambda h, e: seen.append((h.clone(), e.clone())) or propose(h, e)
-    )
+    monkeypatch.setattr(student, "propose", lambda h, e: seen.append((h.clone(), e.clone())) or propose(h, e))
     result = draw(student, MedusaSampler(max_lookahead=1), IDS[:1], tokens)
     with torch.no_grad():
         noise = sampling_noise(3, IDS[:1], LONG, VOCAB)

@@ -58,11 +58,7 @@ def refusal(capsys: pytest.CaptureFixture[str], *arguments: object, code: int = 
         ("mdlm", "--sampler apd --verifier absent", "cannot find the verifier"),
         ("mdlm", "--sampler apd --verifier x --set mixture_weight=1.5", "[mixture_weight]"),
         ("mdlm", "--sampler apd --verifier x --set max_lookahead=0", "[max_lookahead]"),
-        (
-            "bd3lm",
-            "--verifier x",
-            "takes no verifier [--verifier]; got x; leave it out, or take --",
-        ),
+        ("bd3lm", "--verifier x", "takes no verifier [--verifier]; got x; leave it out, or take --"),
         # settings
         ("mdlm", "--nucleus-p 0", "nucleus_p"),
         ("mdlm", "--nucleus-p 0.9 --decision argmax", "nucleus_p"),
@@ -106,9 +102,7 @@ def refusal(capsys: pytest.CaptureFixture[str], *arguments: object, code: int = 
         ("mdlm", "--precision int3", "unknown precision"),
     ],
 )
-def test_mistakes_are_one_line(
-    model: str, words: str, message: str, models: Path, tmp_path: Path, capsys
-) -> None:
+def test_mistakes_are_one_line(model: str, words: str, message: str, models: Path, tmp_path: Path, capsys) -> None:
     arguments = [word.replace(",", " ") if "up," in word else word for word in words.split()]
     assert message in refusal(capsys, models / model, *arguments, "--out", tmp_path / "out")
     assert not (tmp_path / "out").exists()
@@ -130,9 +124,7 @@ def test_mistakes_are_one_line(
         (json.dumps({"tokens": [0] * 40, "masked": [3]}), "cannot be filled"),
     ],
 )
-def test_bad_infill_lines_are_named(
-    line: str, message: str, models: Path, tmp_path: Path, capsys
-) -> None:
+def test_bad_infill_lines_are_named(line: str, message: str, models: Path, tmp_path: Path, capsys) -> None:
     rows = tmp_path / "rows.jsonl"
     rows.write_text('{"tokens": [0, null]}\n' + line + "\n")
     error = refusal(capsys, models / "mdlm", "--infill", rows, "--out", tmp_path / "out")

@@ -69,9 +69,7 @@ def case_of(case: str, conditioning: str, verifier: str) -> tuple[Student, Any]:
     [(case, "none") for case in CASES]
     + [(case, "gumbel") for case, (name, _) in CASES.items() if name != "sequential"],
 )
-def test_promises(
-    case: str, conditioning: str, verifier: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_promises(case: str, conditioning: str, verifier: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows are filled, given tokens kept; a sample depends on seed and index, not on the batch."""
     student, sampler = case_of(case, conditioning, verifier)
     tokens = open_rows(student, len(IDS))
@@ -120,10 +118,7 @@ BASES: dict[str, list[dict[str, Any]]] = {
     "sequential": [{}],
     "block": [{"nfe": 6, "inner": "confidence"}, {"passes_per_block": 1, "inner": "confidence"}],
 }
-STUDENTS = {
-    "block": partial(tiny_student, "bd3lm", block_size=4),
-    "sequential": partial(tiny_student, "ar", "none"),
-}
+STUDENTS = {"block": partial(tiny_student, "bd3lm", block_size=4), "sequential": partial(tiny_student, "ar", "none")}
 
 
 def told(student: Student, sampler: Sampler) -> str:

@@ -72,9 +72,7 @@ def test_every_attempt_and_step_has_noise_of_its_own() -> None:
 
 @pytest.mark.parametrize("redraw", [False, True])
 @pytest.mark.parametrize("name", ["ancestral", "block"])
-def test_noise_is_redrawn_at_every_step_or_at_none(
-    name: str, redraw: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_noise_is_redrawn_at_every_step_or_at_none(name: str, redraw: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     kind, student, settings = {
         "ancestral": (MDLM, tiny_student(), {"nfe": 6}),
         "block": (BD3LM, tiny_student("bd3lm", block_size=6), {"use_cache": False}),
@@ -227,9 +225,7 @@ def watched(student: Student, codec: str, tau: float) -> list[tuple[Noise, float
     """What its conditioner was given and gave while a student sampled."""
     student.config.codec = {"name": codec, "parameters": SETTINGS.get(codec, {})}
     seen: list[tuple[Noise, float, Tensor]] = []
-    student.conditioner.register_forward_hook(
-        lambda module, arguments, output: seen.append((*arguments[:2], output))
-    )
+    student.conditioner.register_forward_hook(lambda module, arguments, output: seen.append((*arguments[:2], output)))
     generate(student, num_samples=ROWS, nfe=2, seed=SEED, tau=tau)
     return seen.copy()
 

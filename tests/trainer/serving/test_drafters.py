@@ -126,9 +126,7 @@ def test_drafts_race_under_the_noise_that_the_engine_draws_with(tmp_path: Path) 
 
 @pytest.mark.parametrize(("kind", "begin", "end"), [("mdlm", 4, 16), ("medusa", 3, 6)])
 @torch.no_grad()
-def test_the_noise_that_is_shown_is_the_engines(
-    kind: str, begin: int, end: int, tmp_path: Path
-) -> None:
+def test_the_noise_that_is_shown_is_the_engines(kind: str, begin: int, end: int, tmp_path: Path) -> None:
     """Of an MDLM's open places; of heads' own tokens, and the last one that stands. By heat."""
     student, seen = make(f"{kind}, noise", tmp_path), []
     student.conditioner.register_forward_hook(lambda _, given, __: seen.append(given[:2]))

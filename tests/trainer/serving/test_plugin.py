@@ -108,8 +108,7 @@ def step(engine: SimpleNamespace, seeds: list[int | None], **metadata: Any) -> A
         vocab_size=50,
     )
     runner.requests = {
-        name: SimpleNamespace(sampling_params=SimpleNamespace(seed=seed))
-        for name, seed in zip(ids, seeds, strict=True)
+        name: SimpleNamespace(sampling_params=SimpleNamespace(seed=seed)) for name, seed in zip(ids, seeds, strict=True)
     }
     runner.seq_lens = torch.arange(5, 5 + 2 * len(ids), dtype=torch.int32)  # longer than the batch
     runner.sampler = SimpleNamespace(use_fp64_gumbel=False)
@@ -144,9 +143,7 @@ def test_draws_are_of_what_is_left_by_the_engine_which_is_said(engine: SimpleNam
     ):
         sampler = engine.sampler()
         sampler.logprobs_mode = mode
-        drawn, said = sampler.forward(
-            logits.clone(), plugin.KeyedRows(keys, None), torch.tensor(7), None
-        )
+        drawn, said = sampler.forward(logits.clone(), plugin.KeyedRows(keys, None), torch.tensor(7), None)
         assert torch.equal(drawn, draw(left.clone(), keys.seeds, keys.positions))
         assert said is None if expected is None else torch.equal(said, expected)
 
@@ -216,18 +213,14 @@ def test_no_failure_of_a_drafter_reaches_a_request(engine: SimpleNamespace) -> N
     runner.drafter = SimpleNamespace(propose=fail)
     for _ in range(2):
         assert runner.propose_draft_token_ids(*asked) == [[], []]
-    runner.drafter = SimpleNamespace(
-        propose=lambda: [[3, 50, 4], [-1]], look=lambda *seen: told.append(seen)
-    )
+    runner.drafter = SimpleNamespace(propose=lambda: [[3, 50, 4], [-1]], look=lambda *seen: told.append(seen))
     assert runner.propose_draft_token_ids(*asked) == [[3], []]
     assert len(engine.said) == 3 and "ValueError: broken" in engine.said[0]
     assert told[0][0].seeds.tolist() == [1, 2] and told[0][1:] == ("states", "verified")
     assert told[0][0].temperatures.tolist() == [0, 0], "a step of greedy requests alone says none"
 
 
-def test_a_second_registration_and_another_version(
-    engine: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_second_registration_and_another_version(engine: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
     before = engine.runner._sample
     plugin.register()
     assert engine.runner._sample is before and not engine.said
@@ -297,11 +290,7 @@ JSON = b"application/json"
 
 
 def call(
-    body: bytes,
-    path: str = "/v1/completions",
-    kind: bytes = JSON,
-    parts: tuple[bytes, ...] = SAID,
-    status: int = 200,
+    body: bytes, path: str = "/v1/completions", kind: bytes = JSON, parts: tuple[bytes, ...] = SAID, status: int = 200
 ) -> tuple[bytes, dict[bytes, bytes], bytes]:
     """What the engine was asked, and the headers and body that came back."""
     asked, sent = [], []

@@ -13,9 +13,7 @@ from trainer.students.conditioning import EmbeddedNoise
 from trainer.students.registry import AR, BD3LM, MDLM, Student, StudentSettings
 
 VOCAB, LENGTH, BLOCK = 11, 8, 4
-TINY = StudentSettings(
-    hidden_size=16, num_layers=2, num_heads=2, condition_size=8, dropout=0.0, conditioning="gumbel"
-)
+TINY = StudentSettings(hidden_size=16, num_layers=2, num_heads=2, condition_size=8, dropout=0.0, conditioning="gumbel")
 
 
 def make_student(kind: type[Student] = MDLM, std: float | None = 0.1, **changes: Any) -> Any:

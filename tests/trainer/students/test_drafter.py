@@ -54,9 +54,7 @@ def fresh(folder: Path, student: str, shape: str = "llama", **changes: Any) -> t
     return build_student(config, ShardStore.open(store), None), store
 
 
-def tiny_drafter(
-    folder: Path, shape: str = "llama", scale: float = 0.3, **changes: Any
-) -> tuple[Drafter, Path]:
+def tiny_drafter(folder: Path, shape: str = "llama", scale: float = 0.3, **changes: Any) -> tuple[Drafter, Path]:
     """A drafter at step 0 (``scale`` 0), or with random weights; and the store."""
     student, store = fresh(folder, "drafter", shape, **changes)
     assert isinstance(student, Drafter)
@@ -144,9 +142,7 @@ def test_other_backbones_are_refused_by_hash(folder: Path, tmp_path: Path, stude
     config = json.loads((moved / "config.json").read_text())
     config["backbone"]["location"] = "../gone"
     (moved / "config.json").write_text(json.dumps(config))
-    with pytest.raises(
-        UsageError, match=f"cannot be loaded.*({ours}.*--backbone|--backbone.*{ours})"
-    ):
+    with pytest.raises(UsageError, match=f"cannot be loaded.*({ours}.*--backbone|--backbone.*{ours})"):
         load_student(moved)
     assert load_student(moved, backbone=str(backbone)) is not None
 
@@ -163,12 +159,8 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("student", "changes", "named"), REFUSED, ids=lambda value: str(value)[:40]
-)
-def test_idle_settings_are_refused(
-    folder: Path, tmp_path: Path, student: str, changes: Any, named: str
-) -> None:
+@pytest.mark.parametrize(("student", "changes", "named"), REFUSED, ids=lambda value: str(value)[:40])
+def test_idle_settings_are_refused(folder: Path, tmp_path: Path, student: str, changes: Any, named: str) -> None:
     backbone, store = places(folder)
     with pytest.raises(UsageError, match=named):
         train(backbone_run(backbone, student, **changes), store, tmp_path)
@@ -321,9 +313,9 @@ def test_it_learns_the_backbones_distribution_at_every_position(shape: str, fold
     output, tokens = student.loss(batch), batch.tokens
     plain = AutoModelForCausalLM.from_pretrained(folder / shape).eval()
     log_p = plain(tokens).logits[:, :-1, :VOCAB].log_softmax(dim=-1)
-    log_q = torch.cat(
-        [student(tokens[:, :stop]).logits[:, -1:] for stop in range(1, LENGTH)], dim=1
-    ).log_softmax(dim=-1)
+    log_q = torch.cat([student(tokens[:, :stop]).logits[:, -1:] for stop in range(1, LENGTH)], dim=1).log_softmax(
+        dim=-1
+    )
     kl = (log_p.exp() * (log_p - log_q)).sum(dim=-1)
     tv = (log_p.exp() - log_q.exp()).abs().sum(dim=-1) / 2
     assert torch.allclose(output.token_nlls[:, 1:], kl, atol=1e-3)

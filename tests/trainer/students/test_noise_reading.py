@@ -21,14 +21,7 @@ from shards.noise.kinds import KeyedPrior, dense_arrivals
 from shards.noise.order_statistics import SparseNoise
 from shards.noise.philox import PositionKeys
 from tests.trainer.sampling_cases import tiny_student
-from tests.trainer.students.student_cases import (
-    BLOCK,
-    LENGTH,
-    VOCAB,
-    make_batch,
-    make_student,
-    row_noise,
-)
+from tests.trainer.students.student_cases import BLOCK, LENGTH, VOCAB, make_batch, make_student, row_noise
 from trainer.objective.batch import Places
 from trainer.students import noise_attention
 from trainer.students.conditioning import EmbeddedNoise, GumbelConditioner, LayerNoise
@@ -356,9 +349,7 @@ def test_products_and_mixtures_have_each_others_derivatives() -> None:
     )
     found = noise_attention.row_products(query, table, ids)
     torch.testing.assert_close(found, torch.einsum("nd,nkd->nk", query, table[ids]))
-    assert torch.autograd.gradcheck(
-        lambda q, t: noise_attention.row_products(q, t, ids), (query, table)
-    )
+    assert torch.autograd.gradcheck(lambda q, t: noise_attention.row_products(q, t, ids), (query, table))
     mixed = noise_attention.mix_rows(shares, table, ids)
     torch.testing.assert_close(mixed, torch.einsum("nk,nkd->nd", shares, table[ids]))
     with torch.inference_mode():

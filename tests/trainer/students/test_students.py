@@ -11,14 +11,7 @@ import torch
 from transformers import AutoConfig, AutoModel, AutoModelForMaskedLM
 
 from shards.errors import UsageError
-from tests.trainer.students.student_cases import (
-    BLOCK,
-    LENGTH,
-    VOCAB,
-    make_batch,
-    make_student,
-    row_noise,
-)
+from tests.trainer.students.student_cases import BLOCK, LENGTH, VOCAB, make_batch, make_student, row_noise
 from trainer.objective.corruption import FULL
 from trainer.students import bd3lm
 from trainer.students.bd3lm import flex_training_attention, training_mask

@@ -22,11 +22,7 @@ from tests.trainer.run_cases import VOCAB, write_store
 from tests.trainer.training.cases import first_batch, student_of, trainer_of
 from trainer.students.folder import read_model
 from trainer.students.registry import BD3LM
-from trainer.training.construction import (
-    ExponentialMovingAverage,
-    ema_decay,
-    learning_rate,
-)
+from trainer.training.construction import ExponentialMovingAverage, ema_decay, learning_rate
 from trainer.training.settings import OptimizationConfig
 
 PLAIN = {"model__conditioning": "none"}
@@ -45,10 +41,7 @@ OTHERS = (
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        *(
-            ({"student": s, f"model__{n}": value, **PLAIN}, rf"does not read \[model\.{n}\]")
-            for s, n, value in OTHERS
-        ),
+        *(({"student": s, f"model__{n}": value, **PLAIN}, rf"does not read \[model\.{n}\]") for s, n, value in OTHERS),
         ({"training__num_noise_draws": 2, **PLAIN}, "no draws to count"),
         ({"model__noise__rank": 2, **PLAIN}, "does not read"),
         ({"model__noise__tau": 0}, "noise.tau"),
@@ -121,8 +114,7 @@ def test_init_from_takes_the_weights_to_another_block_size(store: Path, finished
 
 
 @pytest.mark.parametrize(
-    "noise",
-    [{}, {"layers": "[1]"}, {"layers": "[1]", "top_k": 5}, {"rank": 4}, {"projection": "tied"}],
+    "noise", [{}, {"layers": "[1]"}, {"layers": "[1]", "top_k": 5}, {"rank": 4}, {"projection": "tied"}]
 )
 def test_noise_added_to_a_student_that_has_seen_none_begins_silent_and_learns(
     store: Path, plain: Path, tmp_path: Path, noise: dict[str, Any]

@@ -249,9 +249,7 @@ def make_trainer(store: Path, out: Path, *given: Any, **changes: Any) -> tuple[T
     return trainer, validator
 
 
-def in_plain_torch(
-    student: Any, batches: list[Batch]
-) -> tuple[list[Tensor], list[Tensor], list[float]]:
+def in_plain_torch(student: Any, batches: list[Batch]) -> tuple[list[Tensor], list[Tensor], list[float]]:
     """Weights and their average after AdamW by its definition (Loshchilov and Hutter, 2019), and
     the norms of its gradients before they were clipped."""
     weights, norms = list(student.parameters()), []
@@ -275,9 +273,7 @@ def in_plain_torch(
     return weights, averages, norms
 
 
-def test_steps_are_those_of_plain_torch(
-    store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_steps_are_those_of_plain_torch(store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.optim, "AdamW", partial(torch.optim.AdamW, eps=1e-3))
     trainer = make_trainer(store, tmp_path / "run", SETTINGS)[0]
     twin, start = copy.deepcopy(trainer.student), copy.deepcopy(trainer.student)
@@ -361,9 +357,7 @@ def test_validation_draws_are_none_of_trainings(store: Path, tmp_path: Path) -> 
     assert not torch.equal(*masks)
 
 
-def test_clips_are_searched_each_under_its_own(
-    store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_clips_are_searched_each_under_its_own(store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     trainer, validator = make_trainer(store, tmp_path / "run", **SEARCH)
     seen: dict[Any, Any] = {}
     monkeypatch.setattr(loop, "best_clips", lambda losses: seen.update(losses) or (0.5, 1.0))

@@ -41,9 +41,7 @@ def demanding_run(**changes: Any) -> RunConfig:
     return tiny_run({"student": "bd3lm", **parts}, **changes)
 
 
-def run_with_signal(
-    config: RunConfig, store: Path, out: Path, at_step: int, number: int = signal.SIGTERM
-) -> bool:
+def run_with_signal(config: RunConfig, store: Path, out: Path, at_step: int, number: int = signal.SIGTERM) -> bool:
     """Train; this process gets the signal while it works on step ``at_step`` + 1."""
     trainer = Trainer(config, ShardStore.open(store), out)
     report = trainer._report
@@ -203,9 +201,7 @@ def test_everything_comes_back_by_name_and_goes_on(folder: CheckpointFolder, rev
     assert all(torch.equal(theirs[name], p) for name, p in saved.student.named_parameters())
 
 
-@pytest.mark.parametrize(
-    ("keep_every", "expected"), [(None, [50, 60]), (20, [20, 40, 50, 60]), (25, [50, 60])]
-)
+@pytest.mark.parametrize(("keep_every", "expected"), [(None, [50, 60]), (20, [20, 40, 50, 60]), (25, [50, 60])])
 def test_pruning(tmp_path: Path, keep_every: int | None, expected: list[int]) -> None:
     folder = CheckpointFolder(tmp_path / "checkpoints", 2, keep_every)
     save(folder, make_trainee(1), 10, 20, 30, 40, 50, 60)

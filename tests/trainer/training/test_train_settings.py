@@ -130,11 +130,7 @@ def test_a_run_of_an_older_version_goes_on_unless_a_setting_that_is_gone_did_som
     for name, value in {"kd": {"kind": "token"}, "noise": {"tau": 0.5}, "num_heads": 1}.items():
         with pytest.raises(UsageError, match=rf"another setting.*model\.{name}"):
             resume(**{name: value})
-    for part, name, value in (
-        ("optimization", "eps", 1e-6),
-        ("model", "time_beta", 2.0),
-        ("training", "retired", 1),
-    ):
+    for part, name, value in (("optimization", "eps", 1e-6), ("model", "time_beta", 2.0), ("training", "retired", 1)):
         saved = {**recorded, part: {**recorded[part], name: value}}
         with pytest.raises(UsageError, match=rf"another setting.*{name}.*another --out"):
             resume(saved)
@@ -152,11 +148,7 @@ def test_heads_of_old_runs_have_seen_own_noise(own_noise: str, is_same: bool) ->
 # Every setting.
 
 
-SHORT = {
-    "training__num_steps": 7,
-    "training__validate_every_steps": 7,
-    "optimization__ema_decay": 0.5,
-}
+SHORT = {"training__num_steps": 7, "training__validate_every_steps": 7, "optimization__ema_decay": 0.5}
 """More steps than an epoch has, so that a second draw of a row's noise is one of them."""
 VALUES = {
     "model.attention": "sdpa", "model.backbone.head_output": "full", "model.backbone.head_rank": 3,
@@ -175,10 +167,7 @@ HOW_IT_RUNS = {
 FREE = {f"training.{name}" for name in HOW_IT_RUNS} | {"model.attention"}
 LONGER = {"training.num_steps", "training.num_epochs", "training.micro_batch_size"}
 """These change a result's last bits or its end, and not the way there."""
-ELSEWHERE = {
-    *("model.backbone.location", "model.language_model", "model.predicts_next"),
-    "training.num_epochs",
-}
+ELSEWHERE = {*("model.backbone.location", "model.language_model", "model.predicts_next"), "training.num_epochs"}
 """Of other models, and in place of the steps: other tests have them."""
 
 

@@ -145,9 +145,7 @@ def test_global_batches_and_corruption_are_the_same(runs: Path, alone: dict[int,
 
 
 @pytest.mark.parametrize("sharding", ["ddp", "fsdp"])
-def test_losses_and_models_agree(
-    runs: Path, runs_of_four: Path, alone: dict[int, Any], sharding: str
-) -> None:
+def test_losses_and_models_agree(runs: Path, runs_of_four: Path, alone: dict[int, Any], sharding: str) -> None:
     assert_same_losses(runs / "one", runs / sharding)
     assert_same_losses(runs / "one", runs_of_four / sharding)
     assert_same_models(runs / "one", runs / sharding)
@@ -274,10 +272,7 @@ def counted_whole_tensors(path: Path) -> Iterator[None]:
         counts["kept"] = sum(t.nbytes for tensors in found.values() for t in tensors.values())
         return found
 
-    with (
-        mock.patch.object(DTensor, "full_tensor", counted),
-        mock.patch.object(Trainee, "gather", gathered),
-    ):
+    with mock.patch.object(DTensor, "full_tensor", counted), mock.patch.object(Trainee, "gather", gathered):
         yield
     path.write_text(json.dumps(counts))
 
