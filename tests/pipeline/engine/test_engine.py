@@ -426,7 +426,7 @@ class Given:
         self.log_probs = torch.cat((torch.zeros(len(rows), 1), own), dim=1)
         self.behind_layers = seen[0].clone()
 
-    def states(self, rows: torch.Tensor, names: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    def states(self, rows: torch.Tensor, names: Any, dtype: str) -> tuple[torch.Tensor, torch.Tensor]:
         return self.log_probs, self.behind_layers
 
 
