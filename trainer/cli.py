@@ -14,8 +14,7 @@ from typing import Annotated, Any
 import typer
 
 from shards.console import LogFormatOption, command_app, is_first_process, run_command, use_log_format
-from shards.errors import UsageError
-from shards.settings import read_toml
+from shards.settings import nested, read_toml
 from shards.settings_table import Section, settings_app
 
 SETTINGS = (Section("a training run", "trainer.training.settings:RunConfig"),)
@@ -54,8 +53,6 @@ def run(
     ] = None,
     init_from: InitOption = None,
     overrides: SetOption = None,
-    plan: Annotated[bool, typer.Option("--plan", help="Print the memory that the run would hold; no more.")] = False,
-    processes: Annotated[int | None, typer.Option(min=1, help="Processes that --plan is made for.")] = None,
     log_format: LogFormatOption = "plain",
 ) -> None:
     """Train a student from a store; no teacher is needed."""
@@ -64,9 +61,6 @@ def run(
 
     use_log_format(log_format)
     words = overrides or []
-    if processes is not None and not plan:
-        remedy = "add --plan; a launcher says how many processes train"
-        raise UsageError("an option of --plan without it", where="--processes", remedy=remedy)
     sources: list[dict[str, Any]] = [] if preset is None else [read_recipe(preset)]
     sources += [] if config is None else [read_toml(config)]
     sources += [] if student is None else [{"student": student}]
@@ -75,19 +69,9 @@ def run(
         from trainer.initial_weights import network_settings
 
         sources.append(network_settings(init_from, kind, out))
-    if conditioning is not None:
-        sources.append({"model": {"conditioning": conditioning}})
-    if kd is not None:
-        sources.append({"model": {"kd": {"kind": kd}}})
-    if backbone is not None:
-        sources.append({"model": {"backbone": {"location": backbone}}})
+    named = {"model.conditioning": conditioning, "model.kd.kind": kd, "model.backbone.location": backbone}
+    sources += [nested(name.split("."), value) for name, value in named.items() if value is not None]
     composed = compose_run(sources, words)
-    if plan:
-        from shards.store.store import ShardStore
-        from trainer.training.plan import plan_text
-
-        typer.echo(plan_text(composed, ShardStore.find(store), processes or 1))
-        return
     from trainer.training.loop import train
 
     _finish(lambda: train(composed, store, out, init_from=init_from))
@@ -112,8 +96,7 @@ def two_stage(
     from shards.store.store import ShardStore
     from trainer.initial_weights import network_settings
     from trainer.training.construction import student_class
-    from trainer.training.metrics import PLAIN
-    from trainer.training.settings import read_recipe
+    from trainer.training.settings import PLAIN, read_recipe
     from trainer.two_stage import train_two_stage, two_stage_parts
 
     use_log_format(log_format)
@@ -145,9 +128,9 @@ def status(
     as_json: Annotated[bool, typer.Option("--json", help="Machine-readable.")] = False,
 ) -> None:
     """How far a run is and how fast: steps, losses, checkpoints, whether a process is at it."""
-    from trainer.training.status import status_json, status_text
+    from trainer.training.status import status_text
 
-    typer.echo(status_json(out) if as_json else status_text(out))
+    typer.echo(status_text(out, as_json))
 
 
 @app.command("import")

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from shards.console import is_first_process, stderr
 from shards.errors import UsageError, did_you_mean
 from shards.settings import flatten, merge, read_toml
 from shards.store.store import ShardStore
@@ -20,8 +21,7 @@ from trainer.students.configuration import unread_settings
 from trainer.students.registry import STUDENTS
 from trainer.training.construction import build_student
 from trainer.training.loop import train
-from trainer.training.metrics import PLAIN
-from trainer.training.settings import RunConfig, layered, run_of
+from trainer.training.settings import MODEL, PLAIN, RunConfig, compose_run, layered
 
 RECIPES = Path(__file__).resolve().parent / "presets" / "two_stage"
 LARGE_VOCABULARY = 4096
@@ -82,7 +82,7 @@ def two_stage_parts(
     idle = {"noise", "conditioning", *unread_settings(STUDENTS[recipe["first"]].reads)}
     model = {k: v for k, v in first.get("model", {}).items() if k not in idle}
     no_draws = {"training": {"num_noise_draws": None}}
-    plain = run_of(merge({**first, "student": recipe["first"], "model": model}, no_draws))
+    plain = compose_run([merge({**first, "student": recipe["first"], "model": model}, no_draws)])
     all_steps = plain.training.steps_over(store.manifest.splits["train"])
     num_steps = max(1, round(recipe["share_of_steps"] * all_steps))
     layers = noise_layers_of(plain.model.num_layers, store.manifest.vocab_size)
@@ -96,7 +96,7 @@ def two_stage_parts(
             "warmup_steps": min(plain.optimization.warmup_steps, num_steps // 10),
         },
     }
-    return Parts(plain, run_of(merge(layered([preset, own, *chosen], overrides), decided)))
+    return Parts(plain, compose_run([merge(layered([preset, own, *chosen], overrides), decided)]))
 
 
 def train_two_stage(parts: Parts, store: str | Path, out: Path, init_from: Path | None = None) -> Path:
@@ -116,8 +116,11 @@ def train_two_stage(parts: Parts, store: str | Path, out: Path, init_from: Path 
         UsageError: Also, before the first part, for a store that the second cannot train on.
     """
     build_student(parts.noise, ShardStore.find(store), None)  # what it cannot be is said at once
-    label = ""
-    if init_from is None or (out / PLAIN).exists() or is_language_model(init_from):
-        train(parts.plain, store, out / PLAIN, init_from=init_from, part="part 1 of 2")
-        init_from, label = out / PLAIN, "part 2 of 2"
-    return train(parts.noise, store, out, init_from=init_from, part=label)
+    if init_from is not None and not (out / PLAIN).exists() and not is_language_model(init_from):
+        return train(parts.noise, store, out, init_from=init_from)
+    for number, (config, folder) in enumerate(((parts.plain, out / PLAIN), (parts.noise, out)), 1):
+        if is_first_process():
+            stderr.print(f"part {number} of 2")
+        train(config, store, folder, init_from=init_from)
+        init_from = folder
+    return out / MODEL

@@ -48,8 +48,7 @@ from trainer.students.registry import STUDENTS, Student
 from trainer.training.checkpoint import CheckpointFolder
 from trainer.training.construction import clip_gradients, make_optimizer
 from trainer.training.loop import train
-from trainer.training.metrics import CHECKPOINTS
-from trainer.training.settings import OptimizationConfig
+from trainer.training.settings import CHECKPOINTS, OptimizationConfig
 
 VOCAB, LENGTH, ROWS, HIDDEN = 3000, 16, 8, 8
 """Several noise tiles wide at the block size used here, so that waits per tile would show."""

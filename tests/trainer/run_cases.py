@@ -16,7 +16,7 @@ from shards.store.store import ShardStore
 from shards.store.writer import ShardWriter
 from shards.stream.stream import ShardStream
 from trainer.objective.batch import Batch, BatchMaker
-from trainer.training.metrics import TIMING_FIELDS
+from trainer.training.loop import TIMING_FIELDS
 from trainer.training.settings import RunConfig, compose_run
 
 VOCAB, LENGTH, SEED = 12, 8, 7

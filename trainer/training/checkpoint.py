@@ -8,12 +8,8 @@
 
 There is no random state to save: every draw is keyed by (seed, step or epoch, row). A checkpoint is
 written under a temporary name, synced, and renamed; ``state.json`` seals the other files, and
-itself. :mod:`trainer.training.resume` reads it.
-
-Sharded tensors are gathered one at a time, and the first process alone keeps them, in its main
-memory (:func:`~trainer.training.parallel.gather_full`). torch.distributed.checkpoint would spare it
-that, at the price of what is promised here: one file a process, so that what is on disk depends on
-how many there were; a ``.metadata`` that is unpickled on reading; nothing that safetensors reads.
+itself. :mod:`trainer.training.resume` reads it. Sharded tensors are gathered one at a time:
+torch.distributed.checkpoint would leave what is on disk to the number of processes, and unpickle.
 """
 
 from __future__ import annotations
@@ -21,6 +17,7 @@ from __future__ import annotations
 import hashlib
 import shutil
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,9 +32,8 @@ from shards.errors import UsageError
 from shards.settings import to_mapping
 from shards.store.manifest import Manifest
 from trainer.training.construction import ExponentialMovingAverage
-from trainer.training.metrics import PREFIX, STATE_FILE, checkpoint_steps
 from trainer.training.parallel import gather_full, on_main_process
-from trainer.training.settings import RunConfig
+from trainer.training.settings import PREFIX, STATE_FILE, RunConfig, checkpoint_steps
 
 FORMAT_VERSION = 1
 UNFINISHED = ".writing-"
@@ -94,16 +90,14 @@ class CheckpointFolder:
         Args:
             step: Optimiser steps done.
             trainee: Gives the tensors.
-            state: ``run``, ``stream``, ``window`` and ``validation``, as
-                :class:`~trainer.training.resume.State` reads them.
+            state: ``run``, ``stream``, ``window`` and ``validation`` of :class:`~trainer.training.resume.State`.
             accelerator: The processes.
 
         Raises:
             GdistillError: On every process, when the files cannot be written.
         """
         tensors = trainee.gather(accelerator)
-        document = {**state, "step": step, "ema_num_updates": trainee.ema.num_updates}
-        document["format_version"] = FORMAT_VERSION
+        counts = {"step": step, "ema_num_updates": trainee.ema.num_updates, "format_version": FORMAT_VERSION}
 
         def write() -> None:
             self._remove_unfinished()
@@ -112,16 +106,13 @@ class CheckpointFolder:
                 temporary.mkdir(parents=True)
                 for name, content in tensors.items():
                     save_file(content, temporary / name)
-                document["files"] = {name: sha256_file(temporary / name) for name in tensors}
-                document["sha256"] = seal(document)
-                write_json_atomic(temporary / STATE_FILE, document)
+                document = {**state, **counts, "files": {name: sha256_file(temporary / name) for name in tensors}}
+                write_json_atomic(temporary / STATE_FILE, {**document, "sha256": seal(document)})
                 publish_folder(temporary, self.path(step))
             finally:
                 self._remove_unfinished()
             steps = self.steps()
-            kept = set(steps[-self._keep_last :])
-            if self._keep_every:
-                kept |= {one for one in steps if one % self._keep_every == 0}
+            kept = {*steps[-self._keep_last :], *(s for s in steps if self._keep_every and s % self._keep_every == 0)}
             for old in set(steps) - kept:
                 # The state file goes first: a folder without it does not count as a checkpoint.
                 (self.path(old) / STATE_FILE).unlink()
@@ -149,11 +140,9 @@ def run_identity(config: RunConfig, manifest: Manifest, init_from: Path | None) 
     if init_from is not None:
         from trainer.initial_weights import find_source
 
-        try:
-            digest = find_source(init_from).weights_sha256
-        except UsageError:
-            digest = None
-        start = {"weights_sha256": digest, "place": str(init_from)}
+        start = {"weights_sha256": None, "place": str(init_from)}
+        with suppress(UsageError):
+            start["weights_sha256"] = find_source(init_from).weights_sha256
     document = manifest.to_json()
     store = {**{name: document[name] for name in STORE_FIELDS}, "sha256": manifest.sha256}
     return {"config": to_mapping(config), "store": store, "init_from": start}

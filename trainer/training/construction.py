@@ -22,11 +22,7 @@ from trainer.training.settings import OptimizationConfig, RunConfig
 
 
 def student_class(name: str) -> type[Student]:
-    """The student of that name.
-
-    Raises:
-        UsageError: For an unknown name, with the nearest known one.
-    """
+    """The student of that name; an unknown one is a UsageError with the nearest known one."""
     if name not in STUDENTS:
         hint = did_you_mean(name, STUDENTS, f"known students: {sorted(STUDENTS)}")
         raise UsageError("unknown student", where="student", got=name, remedy=hint)
@@ -69,7 +65,7 @@ def _refuse_idle_settings(config: RunConfig, kind: type[Student]) -> None:
     if config.model.kd.kind != "token":
         idle |= dict.fromkeys(("kd.weight", "kd.temperature"), f"kd.kind={config.model.kd.kind}")
     for name, chosen in sorted(idle.items()):
-        value = getattr(config.model, name, None) if name not in model else model[name]
+        value = model[name] if name in model else getattr(config.model, name)
         if value != defaults.get(name):
             what, got = "a setting that this student does not read", f"{value} with {chosen}"
             remedy = "leave it out, or choose the student that reads it"
@@ -79,31 +75,27 @@ def _refuse_idle_settings(config: RunConfig, kind: type[Student]) -> None:
 def _require_store(config: RunConfig, store: ShardStore) -> None:
     """Refuse a store that lacks what the student is to learn from."""
     model, codec = config.model, store.codec
-    distribution = {"kd.kind=token": model.kd.kind == "token"}
-    distribution |= {"noise.prior_share": bool(model.noise.prior_share)}
-    for name, is_needed in distribution.items():
+    for where, is_needed in (
+        ("kd.kind=token", model.kd.kind == "token"),
+        ("noise.prior_share", model.noise.prior_share),
+    ):
         if is_needed and not codec.is_fresh:
             what = "the store keeps one draw of the noise, not the teacher's distribution"
-            got, remedy = f"codec {codec.name}", "extract with one of them"
-            expected = "codec posterior or hidden"
-            raise UsageError(what, where=f"model.{name}", got=got, expected=expected, remedy=remedy)
+            got, expected = f"codec {codec.name}", "codec posterior or hidden"
+            remedy = "extract with one of them"
+            raise UsageError(what, where=f"model.{where}", got=got, expected=expected, remedy=remedy)
     draws_anew = codec.is_fresh and model.conditioning == "gumbel"
     if config.training.num_noise_draws is not None and not draws_anew:
-        what, where = "there are no draws to count", "training.num_noise_draws"
         got = f"codec {codec.name}, model.conditioning={model.conditioning}"
-        expected = "a codec that draws anew, and Gumbel noise as conditioning"
-        raise UsageError(what, where=where, got=got, expected=expected, remedy="leave it out")
+        remedy = "leave training.num_noise_draws out, or train with Gumbel noise of a codec that draws anew"
+        raise UsageError("there are no draws to count", where="training.num_noise_draws", got=got, remedy=remedy)
     mode = store.manifest.tokens.get("mode", "parallel")
     if model.kd.kind == "sequence" and mode != "sequential":
-        what = "sequence-level distillation trains on rows that the teacher wrote"
-        where, remedy = "model.kd.kind=sequence", "gdistill-extract --mode sequential"
-        got, expected = f"a store of {mode} extraction", "sequential extraction"
-        raise UsageError(what, where=where, got=got, expected=expected, remedy=remedy)
+        what, remedy = "sequence-level distillation needs rows of the teacher", "gdistill-extract --mode sequential"
+        raise UsageError(what, where="model.kd.kind", got=f"a store of {mode} extraction", remedy=remedy)
     if model.noise.prior_weight and store.resources.get("unigram_log_probs") is None:
-        what = "prior_weight needs the corpus unigram and the store keeps none"
-        where = "model.noise.prior_weight"
-        remedy = f"extract with a codec that keeps it, or set {where}=0"
-        raise UsageError(what, where=where, remedy=remedy)
+        remedy = "extract with a codec that keeps it, or set model.noise.prior_weight=0"
+        raise UsageError("the store keeps no corpus unigram", where="model.noise.prior_weight", remedy=remedy)
 
 
 def learning_rate(config: OptimizationConfig, step: int, num_steps: int) -> float:
@@ -125,14 +117,8 @@ def make_optimizer(parameters: Iterable[nn.Parameter], config: OptimizationConfi
     """AdamW with the fused kernel, except over sharded parameters."""
     parameters = list(parameters)
     sharded = any(isinstance(parameter, DTensor) for parameter in parameters)
-    return torch.optim.AdamW(
-        parameters,
-        lr=config.learning_rate,
-        betas=(config.beta1, config.beta2),
-        weight_decay=config.weight_decay,
-        fused=not sharded,
-        foreach=sharded,
-    )
+    betas, kernels = (config.beta1, config.beta2), {"fused": not sharded, "foreach": sharded}
+    return torch.optim.AdamW(parameters, config.learning_rate, betas, weight_decay=config.weight_decay, **kernels)
 
 
 def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float) -> Tensor:
@@ -167,9 +153,8 @@ class ExponentialMovingAverage:
     def update(self) -> None:
         """Move the average towards the current weights."""
         self.num_updates += 1
-        decay = ema_decay(self.num_updates, self.decay)
-        shadows, weights = (list(each.values()) for each in (self.shadows, self._parameters))
-        torch._foreach_lerp_(shadows, weights, 1.0 - decay)
+        shadows, weights = list(self.shadows.values()), list(self._parameters.values())
+        torch._foreach_lerp_(shadows, weights, 1.0 - ema_decay(self.num_updates, self.decay))
 
     @contextmanager
     def applied(self) -> Iterator[None]:
@@ -183,7 +168,6 @@ class ExponentialMovingAverage:
     @torch.no_grad()
     def _exchange(self) -> None:
         for name, shadow in self.shadows.items():
-            weights = self._parameters[name]
-            kept = weights.clone()
-            weights.copy_(shadow)
+            kept = self._parameters[name].clone()
+            self._parameters[name].copy_(shadow)
             shadow.copy_(kept)

@@ -5,16 +5,23 @@
 Every draw is keyed by (seed, epoch, row) or (seed, step), and the place in the data is counted when
 a batch is consumed, so a resumed run repeats the uninterrupted one bit for bit on the CPU, and any
 number of processes sees the same global batches with the same corruption.
+
+``metrics.jsonl`` has one JSON object per line: ``kind`` (``train`` or ``validation``), ``step``,
+``num_steps`` and the figures. ``loss`` is the training objective with its own weights; ``nll_nats``
+of a validation is a likelihood (a bound for diffusion students).
 """
 
 from __future__ import annotations
 
+import json
 import math
+import os
 import secrets
 import signal
-from collections.abc import Generator, Iterator
-from contextlib import ExitStack
-from datetime import timedelta
+import time
+from collections.abc import Generator, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -25,9 +32,9 @@ from accelerate.utils import gather_object
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from shards.atomic import exclusive, sha256_file, write_bytes_atomic, write_json_atomic
+from shards.atomic import exclusive, open_itself, sha256_file, whole_lines, write_bytes_atomic, write_json_atomic
 from shards.console import Bar, progress_bar, stderr
-from shards.errors import GdistillError, UsageError, first_line
+from shards.errors import GdistillError, IntegrityError, UsageError, first_line
 from shards.interrupts import Stopped, StopRequest
 from shards.noise.philox import noise_kernel, use_noise_kernel
 from shards.provenance import derive_seed
@@ -47,7 +54,6 @@ from trainer.training.construction import (
     learning_rate,
     make_optimizer,
 )
-from trainer.training.metrics import CHECKPOINTS, CONFIG_FILE, METRICS_FILE, MODEL, STATE_FILE, MetricsFile, StepWindow
 from trainer.training.parallel import (
     TrainingStep,
     cannot_write,
@@ -58,15 +64,16 @@ from trainer.training.parallel import (
     sum_over_processes,
     without_sync,
 )
-from trainer.training.settings import RunConfig
+from trainer.training.settings import CHECKPOINTS, CONFIG_FILE, METRICS_FILE, MODEL, STATE_FILE, RunConfig
 
 MAX_NAMED_ROWS = 16
-STEPS_BEFORE_ESTIMATE = 5
-"""The first ones take longer: kernels are compiled and files read for the first time."""
 VALIDATION = "validation"
+TIMING_FIELDS = ("seconds", "tokens_per_second", "flops_per_second")
+"""Of a line of metrics: they depend on the machine. All others are the same for a run that was
+interrupted and resumed as for one that was not."""
 
 
-def train(config: RunConfig, store: str | Path, out: Path, *, init_from: Path | None = None, part: str = "") -> Path:
+def train(config: RunConfig, store: str | Path, out: Path, *, init_from: Path | None = None) -> Path:
     """Train, or go on training, and write ``out/model``.
 
     Args:
@@ -74,7 +81,6 @@ def train(config: RunConfig, store: str | Path, out: Path, *, init_from: Path | 
         store: Path or URL of a finished store, or of the run that wrote it.
         out: Folder of this run; the same command again resumes it.
         init_from: Model (or finished run) whose weights the student starts from.
-        part: Which part of a larger training this is, for people: ``part 1 of 2``.
 
     Returns:
         The model's folder.
@@ -84,22 +90,18 @@ def train(config: RunConfig, store: str | Path, out: Path, *, init_from: Path | 
         Stopped: After a SIGTERM, when the checkpoint is saved.
         KeyboardInterrupt: After a Ctrl-C, when the checkpoint is saved.
     """
-    trainer = Trainer(config, ShardStore.find(store), Path(out), init_from, part)
+    trainer = Trainer(config, ShardStore.find(store), Path(out), init_from)
     with ExitStack() as stack:
         # The lock is the main process's; where it is taken, all of them must hear of it.
-        lock = exclusive(trainer.out)
-        on_main_process(lambda: stack.enter_context(lock), trainer.accelerator)
+        on_main_process(lambda: stack.enter_context(exclusive(trainer.out)), trainer.accelerator)
         return trainer.run()
 
 
 class Trainer:
     """One run: its parts, and the loop over steps. See :func:`train`."""
 
-    def __init__(
-        self, config: RunConfig, store: ShardStore, out: Path, init_from: Path | None = None, part: str = ""
-    ) -> None:
+    def __init__(self, config: RunConfig, store: ShardStore, out: Path, init_from: Path | None = None) -> None:
         self.config, self.store, self.out = config, store, out
-        self._label = f"{part}: " if part else ""
         training, optimization = config.training, config.optimization
         self.accelerator = open_accelerator(training, out / "tensorboard")
         device = self.accelerator.device
@@ -130,17 +132,16 @@ class Trainer:
         if store.manifest.splits.get(VALIDATION, 0) > 0:
             self.validator = Validator(config, store, self.accelerator, with_noise)
         elif config.model.diffusion.search_schedule:
-            what = "the search for clips needs validation rows"
-            got = "a store without a validation split"
-            remedy = "extract one, or set model.diffusion.min_time and model.diffusion.max_time"
-            raise UsageError(what, where="model.diffusion.search_schedule", got=got, remedy=remedy)
+            what, where = "the search for clips needs validation rows", "model.diffusion.search_schedule"
+            remedy = "extract some, or set model.diffusion.min_time and model.diffusion.max_time"
+            raise UsageError(what, where=where, got="a store without a validation split", remedy=remedy)
         self.copies = CopiesAhead(device, training.micro_batch_size)
         self._source = self._rows()
         self._coming: tuple[Batch, dict[str, Any]] | None = None
         self.window = StepWindow()
         self.metrics: MetricsFile | None = None
         self.stop = StopRequest(signal.SIGTERM, signal.SIGINT)
-        self.step, self.saved_step, self.first_step = 0, -1, 0
+        self.step, self.saved_step = 0, -1
         self.validation: dict[str, Any] | None = None
 
     def _say(self, text: str) -> None:
@@ -150,16 +151,13 @@ class Trainer:
     def run(self) -> Path:
         """Resume if there is something to resume, train, export; see :func:`train`."""
         self._resume()
-        self.first_step = self.step
         on_main_process(self._start_metrics, self.accelerator)
         trained = sum(p.numel() for p in self.parameters if p.requires_grad)
         begin = f", from step {self.step:,} on" if self.step else ""
         self._say(
-            f"{self._label}{self.config.student}, conditioning {self.config.model.conditioning}, "
-            f"{trained:,} parameters; {self.num_steps:,} steps of "
-            f"{self.config.training.global_batch_size:,} rows of "
-            f"{self.store.manifest.row_length:,} tokens, "
-            f"{self.num_steps * self.tokens_per_step:,} tokens in all{begin}"
+            f"{self.config.student}, conditioning {self.config.model.conditioning}, {trained:,} parameters; "
+            f"{self.num_steps:,} steps of {self.config.training.global_batch_size:,} rows of "
+            f"{self.store.manifest.row_length:,} tokens, {self.num_steps * self.tokens_per_step:,} tokens in all{begin}"
         )
         try:
             with self.stop.listening():
@@ -172,10 +170,8 @@ class Trainer:
         if self.step < self.num_steps:
             if self.stop.signal_number == signal.SIGINT:
                 raise KeyboardInterrupt
-            what = "stopped by SIGTERM; a checkpoint is saved"
-            got = f"step {self.step:,} of {self.num_steps:,}"
-            remedy = "the same command goes on from there"
-            raise Stopped(what, where=self.out, got=got, remedy=remedy)
+            got, remedy = f"step {self.step:,} of {self.num_steps:,}", "the same command goes on from there"
+            raise Stopped("stopped by SIGTERM; a checkpoint is saved", where=self.out, got=got, remedy=remedy)
         self._export()
         return self.out / MODEL
 
@@ -189,7 +185,7 @@ class Trainer:
             self.window.restart_clock()
             stopping = False
             while self.step < self.num_steps and not stopping:
-                batch = self._next_batch()
+                batch, self._coming = self._coming[0] if self._coming else self._next_batch(self.step), None
                 stopping = self.advance(batch)
                 self._report(bar, batch.epoch)
                 if stopping or self._is_due(self.config.training.checkpoint_every_steps):
@@ -200,20 +196,8 @@ class Trainer:
         while True:
             yield from self.stream
 
-    def _next_batch(self) -> Batch:
-        """The batch of this step, which may be on its way already."""
-        if self._coming is None:
-            return self.make_batch(next(self._source), self.step)
-        (batch, _), self._coming = self._coming, None
-        return batch
-
-    def _look_ahead(self) -> None:
-        """Send the next step's batch on its way, while the device is still at this one's."""
-        if self.copies.looks_ahead and self.step + 1 < self.num_steps:
-            place = self.stream.state_dict()  # a checkpoint of this step begins with that batch
-            batch = self.make_batch(next(self._source), self.step + 1)
-            self.copies.announce(batch)
-            self._coming = batch, place
+    def _next_batch(self, step: int) -> Batch:
+        return self.make_batch(next(self._source), step)
 
     def _is_due(self, every: int) -> bool:
         return self.step % every == 0 or self.step == self.num_steps
@@ -224,7 +208,11 @@ class Trainer:
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate(config, self.step, self.num_steps)
         losses = self._backward(batch)
-        self._look_ahead()
+        if self.copies.looks_ahead and self.step + 1 < self.num_steps:
+            # The next batch sets out while the device is still at this one; a checkpoint begins with it.
+            place = self.stream.state_dict()
+            self._coming = self._next_batch(self.step + 1), place
+            self.copies.announce(self._coming[0])
         clipped = clip_gradients(self.parameters, config.max_grad_norm)
         scalars = [clipped.float(), *(output.loss.detach().float() for _, output, _ in losses)]
         norm, *parts = torch.stack(scalars).tolist()  # the only time that the host waits
@@ -240,8 +228,7 @@ class Trainer:
         self.ema.update()
         self.step += 1
         # What the model needs, forward and backward; nothing is computed twice.
-        flops = batch.global_batch_size * self.student.flops_per_row
-        flops += all_masked * self.student.flops_per_masked
+        flops = batch.global_batch_size * self.student.flops_per_row + all_masked * self.student.flops_per_masked
         num_tokens = batch.global_batch_size * self.store.manifest.row_length
         self.window.add(loss, norm, num_tokens, int(all_masked), flops)
         return stops > 0
@@ -268,8 +255,7 @@ class Trainer:
         rows = sorted(bad or gather_object(ids.tolist()))
         named = ", ".join(map(str, rows[:MAX_NAMED_ROWS]))
         more = f" and {len(rows) - MAX_NAMED_ROWS} more" if len(rows) > MAX_NAMED_ROWS else ""
-        steps = self.checkpoints.steps()
-        last = f"; the last good checkpoint is step {steps[-1]}" if steps else ""
+        last = f"; the last good checkpoint is step {steps[-1]}" if (steps := self.checkpoints.steps()) else ""
         return GdistillError(
             f"the {'loss' if bad else 'gradient'} is not finite",
             where=f"step {self.step + 1}",
@@ -281,12 +267,6 @@ class Trainer:
         """Progress, a line of metrics when one is due, validation when it is due."""
         training = self.config.training
         bar.advance(self.tokens_per_step)
-        if self.step - self.first_step == STEPS_BEFORE_ESTIMATE:
-            seconds, steps = self.window.seconds_per_step, self.num_steps - self.step
-            left = timedelta(seconds=round(seconds * steps))
-            self._say(
-                f"{self._label}{seconds:.3g} s a step, about {left} for the {steps:,} steps left; validation on top"
-            )
         if self.step == 1 or self._is_due(training.log_every_steps):
             values = self.window.close()
             values["learning_rate"] = self.optimizer.param_groups[0]["lr"]
@@ -317,10 +297,9 @@ class Trainer:
         try:
             self.accelerator.init_trackers("gdistill", init_kwargs=options)
         except Exception as error:  # of the trackers' own libraries
-            where, got = "training.trackers", first_line(error)
+            what, where = "a tracker does not start", "training.trackers"
             remedy = "log in to it (wandb login), set WANDB_MODE=offline, or leave it out"
-            what = "a tracker does not start"
-            raise GdistillError(what, where=where, got=got, remedy=remedy) from error
+            raise GdistillError(what, where=where, got=first_line(error), remedy=remedy) from error
 
     def _write(self, kind: str, values: dict[str, Any]) -> None:
         if self.metrics is None:
@@ -361,8 +340,7 @@ class Trainer:
         folder = None if step is None else self.checkpoints.path(step)
         seals = gather_object([folder and sha256_file(folder / STATE_FILE)])
         if len(set(seals)) > 1:
-            what = "the processes do not see the same checkpoint"
-            got = "none here" if step is None else f"step {step} here"
+            what, got = "the processes do not see the same checkpoint", f"step {step} here"
             remedy = "give an --out on storage that all of them share"
             raise UsageError(what, where=self.checkpoints.directory, got=got, remedy=remedy)
         if folder is None:
@@ -372,14 +350,13 @@ class Trainer:
         state = resumed(folder, self.config, self.identity, self.trainee)
         self.identity, self.validation = state.run, state.validation
         self.stream.load_state_dict(state.stream)
-        self.window = StepWindow(**state.window)
+        self.window = StepWindow(**state.window)  # type: ignore[arg-type]
         self.step = self.saved_step = state.step
 
     def _export(self) -> None:
         """Write the averaged weights, with the buffers as they are."""
         weights = gather_full({**self.student.state_dict(), **self.ema.shadows}, self.accelerator)
-        record = {"format_version": 1, "step": self.step}
-        record |= {"run": self.identity, "validation": self.validation}
+        record = {"format_version": 1, "step": self.step, "run": self.identity, "validation": self.validation}
         on_main_process(
             lambda: export_model(self.out / MODEL, self.student, weights, record, self.store), self.accelerator
         )
@@ -411,10 +388,8 @@ class Validator:
         reader = store.split(VALIDATION, self._make_batch.arrays)
         num_rows = min(reader.num_rows, self._config.num_validation_rows or reader.num_rows)
         if num_rows < accelerator.num_processes:
-            what = "too few validation rows for the processes"
-            where = "training.num_validation_rows"
-            expected = f"at least {accelerator.num_processes}"
-            raise UsageError(what, where=where, got=num_rows, expected=expected)
+            what, where = "too few validation rows for the processes", "training.num_validation_rows"
+            raise UsageError(what, where=where, got=num_rows, expected=f"at least {accelerator.num_processes}")
         self._stream = ShardStream(
             FirstRows(reader, num_rows),
             seed=seed,
@@ -457,16 +432,12 @@ class Validator:
                     require_reachable(clips, student.config.tokens_per_block)
             except UsageError:
                 continue
-            losses[clips] = [
-                self._gather_blocks(self._outputs(module, batch, clips))
-                for batch in islice(self._batches(), MAX_BATCHES)
-            ]
+            losses[clips] = []
+            for batch in islice(self._batches(), MAX_BATCHES):
+                outputs = self._outputs(module, batch, clips)
+                own = torch.cat([output.block_nlls.float().cpu() for output in outputs])
+                losses[clips].append(torch.cat(gather_object([own])))  # of all processes' blocks
         return best_clips(losses)
-
-    def _gather_blocks(self, outputs: list[LossOutput]) -> Tensor:
-        """Losses of all processes' blocks."""
-        local = torch.cat([output.block_nlls.float().cpu() for output in outputs])
-        return torch.cat(gather_object([local]))
 
     def _batches(self) -> Iterator[Batch]:
         for rows in self._stream.one_pass():
@@ -486,3 +457,96 @@ class Validator:
         if isinstance(module, FSDPModule):
             module.reshard()  # else the next forward would reuse these gathered weights
         return outputs
+
+
+class MetricsFile:
+    """Appends lines to metrics.jsonl, visible at once to whoever reads it.
+
+    Args:
+        path: The file.
+        last_step: Step that the run resumes after; lines of later steps, which an interrupted run
+            wrote behind its last checkpoint, are dropped, and so is a half-written last line.
+
+    Raises:
+        IntegrityError: For a line in the middle that is no line of metrics.
+        OSError: When the file cannot be written.
+    """
+
+    def __init__(self, path: Path, last_step: int) -> None:
+        lines, kept = whole_lines(path), []
+        for number, line in enumerate(lines, 1):
+            try:
+                kept += [line] if json.loads(line)["step"] <= last_step else []
+            except (ValueError, KeyError, TypeError) as error:
+                remedy = "move the file away; the run starts a new one"
+                raise IntegrityError("not a line of metrics", where=f"{path}:{number}", remedy=remedy) from error
+        if len(kept) < len(lines):
+            write_bytes_atomic(path, b"".join(line + b"\n" for line in kept))
+        self._file = open(path, "ab", buffering=0, opener=open_itself)  # noqa: SIM115
+
+    def write(self, kind: str, step: int, num_steps: int, values: Mapping[str, Any]) -> None:
+        """Add one line."""
+        line = {"kind": kind, "step": step, "num_steps": num_steps, **values}
+        self._file.write(json.dumps(line).encode() + b"\n")
+
+    def sync(self) -> None:
+        """Make every line so far survive a power cut."""
+        os.fsync(self._file.fileno())
+
+    def close(self) -> None:
+        """Finish the file."""
+        self.sync()
+        self._file.close()
+
+
+@dataclass
+class StepWindow:
+    """Averages over the steps since the last line; the sums are saved with a checkpoint."""
+
+    num_steps: int = 0
+    loss_sum: float = 0.0
+    norm_sum: float = 0.0
+    num_tokens: int = 0
+    num_masked: int = 0
+    _started: float = field(default_factory=time.monotonic)
+    _timed_tokens: int = 0
+    _timed_flops: float = 0.0
+
+    def add(self, loss: float, norm: float, num_tokens: int, num_masked: int, num_flops: float) -> None:
+        """Count one optimiser step."""
+        self.num_steps += 1
+        self.loss_sum += loss
+        self.norm_sum += norm
+        self.num_tokens += num_tokens
+        self.num_masked += num_masked
+        self._timed_tokens += num_tokens
+        self._timed_flops += num_flops
+
+    def close(self) -> dict[str, Any]:
+        """The figures of the window, which starts anew; rates are of the steps that were made here."""
+        seconds = max(time.monotonic() - self._started, 1e-9)
+        values = {
+            "loss": self.loss_sum / self.num_steps,
+            "grad_norm": self.norm_sum / self.num_steps,
+            "masked_fraction": self.num_masked / self.num_tokens,
+            "seconds": round(seconds, 3),
+            "tokens_per_second": round(self._timed_tokens / seconds, 1),
+            "flops_per_second": float(f"{self._timed_flops / seconds:.4g}"),
+        }
+        self.__init__()  # type: ignore[misc]
+        return values
+
+    def restart_clock(self) -> None:
+        """Training starts now."""
+        self._started = time.monotonic()
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Work within the context is not training: its time is left out of the rates."""
+        began = time.monotonic()
+        yield
+        self._started += time.monotonic() - began
+
+    def state_dict(self) -> dict[str, Any]:
+        """The sums; the clock starts anew in a resumed run."""
+        return {name: value for name, value in vars(self).items() if not name.startswith("_")}

@@ -48,9 +48,8 @@ def open_accelerator(config: TrainingConfig, logging_dir: Path) -> Accelerator:
         where, remedy = "training.trackers", f"pip install {tracker}, or leave it out"
         raise UsageError("a tracker is not installed", where=where, got=tracker, remedy=remedy)
     if config.device == "cuda" and not torch.cuda.is_available():
-        where, got = "training.device", "no CUDA device"
         remedy = "use training.device=cpu, or a machine with a GPU and a CUDA build of torch"
-        raise UsageError("CUDA is asked for and absent", where=where, got=got, remedy=remedy)
+        raise UsageError("CUDA is asked for and absent", where="training.device", remedy=remedy)
     follow_srun(os.environ)
     if not torch.distributed.is_initialized():
         AcceleratorState._reset_state(reset_partial_state=True)
@@ -110,9 +109,8 @@ def parallelize(step: TrainingStep, accelerator: Accelerator, sharding: str) -> 
         return step
     if sharding == "fsdp" or accelerator.distributed_type == DistributedType.FSDP:
         mesh = init_device_mesh(accelerator.device.type, (accelerator.num_processes,))
-        for block in step.student.sharded_blocks:
-            fully_shard(block, mesh=mesh)
-        fully_shard(step, mesh=mesh)
+        for part in (*step.student.sharded_blocks, step):
+            fully_shard(part, mesh=mesh)
         return step
     with warnings.catch_warnings():
         # Accelerate passes broadcast_buffers on; torch has a new name for it.
@@ -124,8 +122,9 @@ def without_sync(module: nn.Module, accelerator: Accelerator, last: bool) -> Abs
     """Gradients are exchanged at the last micro-batch of a step only."""
     if isinstance(module, FSDPModule):
         module.set_requires_gradient_sync(last)
-        return nullcontext()
-    return nullcontext() if last else accelerator.no_sync(module)
+    elif not last:
+        return accelerator.no_sync(module)
+    return nullcontext()
 
 
 def gather_full(tensors: Mapping[str, Tensor], accelerator: Accelerator) -> dict[str, Tensor]:
@@ -146,21 +145,16 @@ def gather_full(tensors: Mapping[str, Tensor], accelerator: Accelerator) -> dict
 def scatter_like(whole: Tensor, like: Tensor) -> Tensor:
     """``whole`` in the device and sharding of ``like``."""
     whole = whole.to(like.device)
-    if not isinstance(like, DTensor):
-        return whole
-    return distribute_tensor(whole, like.device_mesh, like.placements)
+    return distribute_tensor(whole, like.device_mesh, like.placements) if isinstance(like, DTensor) else whole
 
 
 def sum_over_processes(values: list[float], accelerator: Accelerator) -> list[float]:
     """Element-wise sums in float64."""
-    if accelerator.num_processes == 1:
-        return values
     total = torch.tensor(values, dtype=torch.float64, device=accelerator.device)
-    torch.distributed.all_reduce(total)
-    return total.tolist()
+    return accelerator.reduce(total, "sum").tolist()  # type: ignore[union-attr]
 
 
-def on_main_process(work: Callable[[], None], accelerator: Accelerator) -> None:
+def on_main_process(work: Callable[[], object], accelerator: Accelerator) -> None:
     """Work of the main process that the others wait for; its failure is everyone's.
 
     Without that a full disk would leave the others in a barrier until it times out.
@@ -176,22 +170,15 @@ def on_main_process(work: Callable[[], None], accelerator: Accelerator) -> None:
             failure = error
         except (OSError, SafetensorError) as error:
             failure = cannot_write(error)
-    if accelerator.num_processes > 1:
-        told = None if failure is None else (type(failure), vars(failure))
-        told = broadcast_object_list([told])[0]
-        if failure is None and told is not None:
-            kind, parts = told
-            failure = kind(parts.pop("what"), **parts)
+    (failure,) = broadcast_object_list([failure])
     if failure is not None:
         raise failure
 
 
 def cannot_write(error: Exception, where: object = "") -> GdistillError:
     """A full disk and its like in one line; safetensors has an error of its own for them."""
-    place = getattr(error, "filename", None) or where
-    reason = getattr(error, "strerror", None) or error
-    remedy = "make room and run the same command again"
-    return GdistillError("cannot write", where=place, got=reason, remedy=remedy)
+    place, reason = getattr(error, "filename", None) or where, getattr(error, "strerror", None) or error
+    return GdistillError("cannot write", where=place, got=reason, remedy="make room and run the same command again")
 
 
 def leave() -> None:

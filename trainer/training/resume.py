@@ -18,9 +18,8 @@ from shards.settings import flatten, from_mapping, to_mapping
 from trainer.students.configuration import grouped, unread_settings
 from trainer.students.registry import STUDENTS
 from trainer.training.checkpoint import FILES, FORMAT_VERSION, Trainee, seal
-from trainer.training.metrics import PREFIX, STATE_FILE, StepWindow
 from trainer.training.parallel import scatter_like
-from trainer.training.settings import RunConfig, TrainingConfig
+from trainer.training.settings import PREFIX, STATE_FILE, RunConfig, TrainingConfig
 
 NOT_A_STATE = (ValueError, TypeError, KeyError, AttributeError, IndexError, RecursionError)
 """What reading a ``state.json`` of any other content may end in."""
@@ -46,23 +45,11 @@ class State:
     files: dict[str, str]
     run: dict[str, Any]
     stream: dict[str, Any]
-    window: dict[str, Any]
+    window: dict[str, float]
     ema_num_updates: int
     validation: dict[str, Any] | None = None
     format_version: int = FORMAT_VERSION
     sha256: str | None = None
-
-    def __post_init__(self) -> None:
-        right = (
-            set(self.files) == set(FILES)
-            and min(self.step, self.ema_num_updates) >= 0
-            and self.window.keys() == StepWindow().state_dict().keys()
-            and all(isinstance(n, int | float) and n == n for n in self.window.values())
-            and min(self.window["num_tokens"], self.window["num_steps"]) >= 0
-            and self.sha256 in (None, seal(to_mapping(self)))
-        )
-        if not right:
-            raise ValueError("fields that do not fit each other")
 
 
 def resumed(folder: Path, config: RunConfig, identity: Mapping[str, Any], trainee: Trainee) -> State:
@@ -76,7 +63,7 @@ def resumed(folder: Path, config: RunConfig, identity: Mapping[str, Any], traine
     try:
         run = require_same_run(state.run, identity, operational_fields(config))
     except NOT_A_STATE as error:
-        raise unreadable(folder, error) from error
+        raise _unreadable(folder, error) from error
     restore(trainee, folder, state.ema_num_updates)
     return replace(state, run=run, sha256=None)
 
@@ -87,18 +74,18 @@ def read_state(folder: Path) -> State:
     Raises:
         IntegrityError: When a file is missing or altered, or the format is unknown.
     """
-    where = folder / STATE_FILE
     try:
-        document = json.loads(where.read_bytes())
+        document = json.loads((folder / STATE_FILE).read_bytes())
         version = document["format_version"]
         if version != FORMAT_VERSION:
-            what, expected = "checkpoint of another format version", FORMAT_VERSION
-            raise IntegrityError(what, where=where, got=version, expected=expected)
+            what, where = "checkpoint of another format version", folder / STATE_FILE
+            raise IntegrityError(what, where=where, got=version, expected=FORMAT_VERSION)
         state = from_mapping(State, document)
+        is_whole = state.sha256 in (None, seal(document)) and set(state.files) == set(FILES)
+        if not is_whole or state.step != int(folder.name.removeprefix(PREFIX)):
+            raise ValueError("fields that do not fit each other")
     except (OSError, UsageError, *NOT_A_STATE) as error:
-        raise unreadable(folder, error) from error
-    if state.step != int(folder.name.removeprefix(PREFIX)):
-        raise unreadable(folder, ValueError(f"step {state.step}"))
+        raise _unreadable(folder, error) from error
     for name, digest in state.files.items():
         path = folder / name
         if not path.is_file() or sha256_file(path) != digest:
@@ -107,11 +94,10 @@ def read_state(folder: Path) -> State:
     return state
 
 
-def unreadable(folder: Path, error: Exception) -> IntegrityError:
+def _unreadable(folder: Path, error: Exception) -> IntegrityError:
     """What a checkpoint that another program wrote or altered ends in."""
     got = error.what if isinstance(error, GdistillError) else f"{type(error).__name__}: {error}"
-    where = folder / STATE_FILE
-    return IntegrityError("unreadable checkpoint", where=where, got=got, remedy=_remedy(folder))
+    return IntegrityError("unreadable checkpoint", where=folder / STATE_FILE, got=got, remedy=_remedy(folder))
 
 
 def _remedy(folder: Path) -> str:
@@ -127,10 +113,9 @@ def restore(trainee: Trainee, folder: Path, num_updates: int) -> None:
     student, optimizer, ema = trainee.student, trainee.optimizer, trainee.ema
     weights, averages, moments = (_Tensors(folder / name) for name in FILES)
     with torch.no_grad():
-        for name, value in student.state_dict().items():
-            value.copy_(scatter_like(weights(name), value))
-        for name, value in ema.shadows.items():
-            value.copy_(scatter_like(averages(name), value))
+        for values, saved in ((student.state_dict(), weights), (ema.shadows, averages)):
+            for name, value in values.items():
+                value.copy_(scatter_like(saved(name), value))
     ema.num_updates = num_updates
     names = {parameter: name for name, parameter in student.named_parameters()}
     document = optimizer.state_dict()
@@ -155,8 +140,7 @@ class _Tensors:
 
     def __call__(self, name: str) -> Tensor:
         if name not in self.names:
-            what = "a tensor is missing in the checkpoint"
-            raise IntegrityError(what, where=self._path, got=name)
+            raise IntegrityError("a tensor is missing in the checkpoint", where=self._path, got=name)
         return self._file.get_tensor(name)
 
 
@@ -221,8 +205,7 @@ def require_same_run(saved: Mapping[str, Any], ours: Mapping[str, Any], free: Se
     for name in dict.fromkeys((*now, *before)):
         old, new = before.get(name), now.get(name)  # what is absent is none
         if old != new and name not in ignored:
-            is_gone = name in GONE
-            first = "this version has no such setting:" if is_gone else "resume with the old value, or"
+            first = "this version has no such setting:" if name in GONE else "resume with the old value, or"
             what, where = "this run was started with another setting", name.removeprefix("config.")
             expected, remedy = f"{old!r} as in the checkpoint", f"{first} give another --out"
             raise UsageError(what, where=where, got=repr(new), expected=expected, remedy=remedy)
@@ -230,28 +213,22 @@ def require_same_run(saved: Mapping[str, Any], ours: Mapping[str, Any], free: Se
 
 
 def _same_start(saved: Any, ours: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
-    """The same first weights, wherever they lie now; where they cannot be read, the same place.
-
-    Raises:
-        UsageError: For other weights, or when it cannot be told.
-    """
+    """The same first weights, wherever they lie now; where they cannot be read, the same place."""
     # Runs of older versions remember the place alone, as a string.
     before = {"weights_sha256": None, "place": saved} if isinstance(saved, str) else saved
     if before is None or ours is None:
         same = before is ours
     else:
-        known = before["weights_sha256"] and ours["weights_sha256"]
-        key = "weights_sha256" if known else "place"
+        key = "weights_sha256" if before["weights_sha256"] and ours["weights_sha256"] else "place"
         same = before[key] == ours[key]
     if not same:
-        what, got = "this run was started from other weights", _start_in_words(ours)
-        expected = f"{_start_in_words(before)}, as in the checkpoint"
+        what, expected = "this run was started from other weights", f"{_in_words(before)}, as in the checkpoint"
         remedy = "resume with the same weights, or give another --out"
-        raise UsageError(what, where="--init-from", got=got, expected=expected, remedy=remedy)
+        raise UsageError(what, where="--init-from", got=_in_words(ours), expected=expected, remedy=remedy)
     return before if ours is None or not ours["weights_sha256"] else ours
 
 
-def _start_in_words(start: Mapping[str, Any] | None) -> str:
+def _in_words(start: Mapping[str, Any] | None) -> str:
     if start is None:
         return "none"
     digest = start["weights_sha256"]

@@ -1,4 +1,4 @@
-"""What one training run is: student, objective, optimiser, schedule of work. Needs no torch.
+"""What one training run is, and the names of what lies in its folder. Needs no torch.
 
 A run is composed from a recipe (``presets/NAME.toml`` or a file), command-line flags and
 ``--set`` overrides, and written resolved as ``config.json`` beside its outputs.
@@ -17,6 +17,26 @@ from trainer.students.configuration import StudentSettings, read_preset
 
 RECIPES = Path(__file__).resolve().parents[1] / "presets"
 AMOUNTS = {"num_steps", "num_epochs"}
+CONFIG_FILE, METRICS_FILE, STATE_FILE = "config.json", "metrics.jsonl", "state.json"
+CHECKPOINTS, MODEL, PREFIX = "checkpoints", "model", "step-"
+PLAIN = "plain"
+"""Folder of the first part of a two-stage training, below the run's."""
+
+
+def checkpoint_steps(directory: Path) -> list[int]:
+    """Steps of all whole checkpoints in ``OUT/checkpoints``, ascending.
+
+    Raises:
+        UsageError: When the folder cannot be read.
+    """
+    try:
+        names = [path.name for path in directory.iterdir()] if directory.exists() else []
+        whole = [name for name in names if (directory / name / STATE_FILE).exists()]
+    except OSError as error:
+        got, remedy = error.strerror, "give another --out"
+        raise UsageError("cannot read there", where=directory, got=got, remedy=remedy) from error
+    numbers = (name.removeprefix(PREFIX) for name in whole if name.startswith(PREFIX))
+    return sorted(int(number) for number in numbers if number.isdigit())
 
 
 @dataclass(frozen=True)
@@ -137,17 +157,20 @@ def compose_run(sources: Iterable[Mapping[str, Any]], overrides: Iterable[str] =
     """The config that recipes, flags and overrides make together; see :func:`layered`.
 
     Raises:
-        UsageError: For unknown keys (naming the nearest known one), bad values, or no amount of
-            training.
+        UsageError: For unknown keys (naming the nearest known one), bad values, or no amount of training.
     """
-    return run_of(layered(sources, overrides))
+    values = layered(sources, overrides)
+    if "training" not in values:
+        remedy = "give --preset, --config or --set training.num_steps=N"
+        raise UsageError("how long to train is not said", where="training", remedy=remedy)
+    return resolve(RunConfig, values)
 
 
 def layered(sources: Iterable[Mapping[str, Any]], overrides: Iterable[str] = ()) -> dict[str, Any]:
     """The values that recipes, flags and overrides make together, not yet checked; later ones win.
 
-    A source may name an ``architecture`` (a student preset), which its own ``model`` table and
-    later sources refine. One that sets ``num_steps`` or ``num_epochs`` replaces the other.
+    A source may name an ``architecture`` (a student preset), which its own ``model`` table and later sources refine.
+    One that sets ``num_steps`` or ``num_epochs`` replaces the other.
     """
     words: dict[str, Any] = {}
     for text in overrides:
@@ -162,11 +185,3 @@ def layered(sources: Iterable[Mapping[str, Any]], overrides: Iterable[str] = ())
             values["training"] = {k: v for k, v in before.items() if k not in AMOUNTS}
         values = merge(values, source)
     return values
-
-
-def run_of(values: Mapping[str, Any]) -> RunConfig:
-    """The config of layered values; see :func:`compose_run` for the errors."""
-    if "training" not in values:
-        remedy = "give --preset, --config or --set training.num_steps=N"
-        raise UsageError("how long to train is not said", where="training", remedy=remedy)
-    return resolve(RunConfig, values)

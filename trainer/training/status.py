@@ -11,7 +11,7 @@ from typing import Any
 
 from shards.atomic import is_held
 from shards.errors import UsageError
-from trainer.training.metrics import CHECKPOINTS, CONFIG_FILE, METRICS_FILE, MODEL, PLAIN, checkpoint_steps
+from trainer.training.settings import CHECKPOINTS, CONFIG_FILE, METRICS_FILE, MODEL, PLAIN, checkpoint_steps
 
 
 def run_status(out: Path, now: float | None = None) -> dict[str, Any]:
@@ -37,9 +37,16 @@ def run_status(out: Path, now: float | None = None) -> dict[str, Any]:
         student, conditioning = str(config["student"]), str(config["model"]["conditioning"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         got, expected = f"no {CONFIG_FILE} of a run", "the --out of gdistill-train"
-        what = "no training run there"
-        raise UsageError(what, where=out, got=got, expected=expected) from error
-    metrics, (train, validation) = out / METRICS_FILE, _last_lines(out / METRICS_FILE)
+        raise UsageError("no training run there", where=out, got=got, expected=expected) from error
+    metrics = out / METRICS_FILE
+    last: dict[str, dict[str, Any]] = {}
+    for line in metrics.read_bytes().splitlines() if metrics.exists() else []:
+        try:
+            value = json.loads(line)
+            last[value["kind"]] = value
+        except (ValueError, KeyError, TypeError):
+            continue  # it is being written
+    train, validation = last.get("train", {}), last.get("validation", {})
     step, num_steps = train.get("step"), train.get("num_steps")
     speed, tokens = train.get("tokens_per_second"), train.get("num_tokens")
     steps_per_second = speed * step / tokens if speed and tokens else None
@@ -65,76 +72,53 @@ def run_status(out: Path, now: float | None = None) -> dict[str, Any]:
 
 
 def _text(status: Mapping[str, Any]) -> str:
-    """A few aligned lines."""
-    step, checkpoint = status["step"], status["checkpoint_step"]
-    lines = {"run": "{student}, conditioning {conditioning}, {out}", "step": "none yet"}
-    if step is not None:
-        share = f"{step / status['num_steps']:.1%}"
-        lines["step"] = f"{{step:,}} of {{num_steps:,}} ({share})"
-    if status["steps_per_second"] is not None:
-        lines["rate"] = "{tokens_per_second:,.0f} tok/s, {steps_per_second:.3g} steps/s"
-    if status["eta_seconds"] is not None:
-        lines["left"] = _duration(status["eta_seconds"])
-    if status["loss"] is not None:
-        lines["loss"] = "{loss:.4f} (the objective, with its own weights)"
-    if status["validation_nll_nats"] is not None:
-        nll = "{validation_nll_nats:.4f} nats per token"
-        lines["validation"] = f"{nll} at step {{validation_step:,}}"
-    lines["checkpoint"] = "none yet" if checkpoint is None else "step {checkpoint_step:,}"
-    age = status["seconds_since_line"]
-    age = "" if age is None else f"; last line {_duration(age)} ago"
+    """A few aligned lines; what is not known yet has none."""
+    step, checkpoint, age = (status[name] for name in ("step", "checkpoint_step", "seconds_since_line"))
+    saved = None if checkpoint is None else f"step {checkpoint:,}"
+    said = "" if age is None else f"; last line {_duration(age)} ago"
+    process = f"none{said}; the same command goes on from {saved or 'the beginning'}"
     if status["is_running"]:
-        lines["process"] = f"at work{age}"
+        process = f"at work{said}"
     elif status["is_finished"]:
-        lines["process"] = f"none: finished, {{out}}/{MODEL}"
+        process = f"none: finished, {status['out']}/{MODEL}"
     elif status["is_running"] is None:
-        lines["process"] = f"unknown: this file system has no locks{age}"
-    else:
-        begin = "the beginning" if checkpoint is None else "step {checkpoint_step:,}"
-        lines["process"] = f"none{age}; the same command goes on from {begin}"
-    return "\n".join(f"{name:<12} {text.format(**status)}" for name, text in lines.items())
+        process = f"unknown: this file system has no locks{said}"
+    lines = {
+        "run": "{student}, conditioning {conditioning}, {out}",
+        "step": "none yet" if step is None else f"{{step:,}} of {{num_steps:,}} ({step / status['num_steps']:.1%})",
+        "rate": status["steps_per_second"] and "{tokens_per_second:,.0f} tok/s, {steps_per_second:.3g} steps/s",
+        "left": status["eta_seconds"] and _duration(status["eta_seconds"]),
+        "loss": status["loss"] is not None and "{loss:.4f} (the objective, with its own weights)",
+        "validation": status["validation_step"]
+        and "{validation_nll_nats:.4f} nats per token at step {validation_step:,}",
+        "checkpoint": saved or "none yet",
+    }
+    shown = [f"{name:<12} {text.format(**status)}" for name, text in lines.items() if text]
+    return "\n".join([*shown, f"{'process':<12} {process}"])
 
 
 def _duration(seconds: float) -> str:
     return str(timedelta(seconds=round(seconds)))
 
 
-def run_parts(out: Path, now: float | None = None) -> list[dict[str, Any]]:
+def status_text(out: Path, as_json: bool = False, now: float | None = None) -> str:
     """What was trained, or is, in a run's folder: one part, or both of a two-stage training.
+
+    Args:
+        out: The ``--out`` of a training.
+        as_json: The figures of every part by name, null where there is none yet; else a few lines a part.
+        now: As in :func:`run_status`.
 
     Raises:
         UsageError: If no training has begun there.
     """
-    try:
-        folders = [folder for folder in (out / PLAIN, out) if (folder / CONFIG_FILE).is_file()]
-    except OSError:
-        folders = []  # which run_status tells
-    return [run_status(folder, now) for folder in folders or [out]]
-
-
-def status_json(out: Path) -> str:
-    """The figures of every part by name; null where there is none yet."""
-    return json.dumps({"parts": run_parts(out)}, indent=2)
-
-
-def status_text(out: Path, now: float | None = None) -> str:
-    """A few aligned lines a part; ``now`` as in :func:`run_status`."""
-    parts = [_text(part) for part in run_parts(out, now)]
-    if (out / PLAIN / CONFIG_FILE).is_file():
-        parts += ["run          begins when part 1 is finished"] if len(parts) == 1 else []
-        parts = [f"part {n} of 2\n{text}" for n, text in enumerate(parts, 1)]
-    return "\n\n".join(parts)
-
-
-def _last_lines(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The last line of training and of validation; one that is being written is not there yet."""
-    found: dict[str, dict[str, Any]] = {}
-    for line in reversed(path.read_bytes().splitlines() if path.exists() else []):
-        try:
-            value = json.loads(line)
-            found.setdefault(value["kind"], value)
-        except (ValueError, KeyError, TypeError):
-            continue
-        if len(found) == 2:
-            break
-    return found.get("train", {}), found.get("validation", {})
+    has_plain, has_own = ((folder / CONFIG_FILE).is_file() for folder in (out / PLAIN, out))
+    parts = [run_status(out / PLAIN, now)] if has_plain else []
+    parts += [run_status(out, now)] if has_own or not has_plain else []
+    if as_json:
+        return json.dumps({"parts": parts}, indent=2)
+    texts = [_text(part) for part in parts]
+    if has_plain:
+        texts += ["run          begins when part 1 is finished"] if len(texts) == 1 else []
+        texts = [f"part {n} of 2\n{text}" for n, text in enumerate(texts, 1)]
+    return "\n\n".join(texts)
