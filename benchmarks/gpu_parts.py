@@ -23,7 +23,7 @@ from shards.stream.stream import ShardStream
 from trainer.objective.batch import Batch, BatchMaker
 from trainer.sampling.orders import FirstHittingSampler
 from trainer.students.registry import StudentSettings
-from trainer.training.construction import make_optimizer
+from trainer.training.checkpoint import make_optimizer
 from trainer.training.settings import OptimizationConfig
 
 H200_BF16_FLOPS = 989e12

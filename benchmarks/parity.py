@@ -42,7 +42,7 @@ from trainer.students.bd3lm import training_mask
 from trainer.students.dit import Rotary, sigma_features
 from trainer.students.fused_head import weighted_nll
 from trainer.students.registry import AR, BD3LM, Student
-from trainer.training.construction import ExponentialMovingAverage, clip_gradients, make_optimizer
+from trainer.training.checkpoint import ExponentialMovingAverage, clip_gradients, make_optimizer
 from trainer.training.settings import OptimizationConfig
 
 DRAWS = ("teacher_logits", "x0", "zeta", "zeta0")

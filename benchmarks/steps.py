@@ -17,7 +17,7 @@ from shards.noise.philox import PositionKeys
 from trainer.objective.batch import Batch, Places
 from trainer.objective.corruption import substituted_log_probs
 from trainer.students.registry import MDLM
-from trainer.training.construction import clip_gradients
+from trainer.training.checkpoint import clip_gradients
 
 
 def finish_step(losses: Iterable[Tensor], student: MDLM, optimizer: torch.optim.Optimizer) -> None:

@@ -56,8 +56,7 @@ def run(
     log_format: LogFormatOption = "plain",
 ) -> None:
     """Train a student from a store; no teacher is needed."""
-    from trainer.training.construction import student_class
-    from trainer.training.settings import RunConfig, compose_run, layered, read_recipe
+    from trainer.training.settings import RunConfig, compose_run, layered, read_recipe, student_class
 
     use_log_format(log_format)
     words = overrides or []
@@ -95,8 +94,7 @@ def two_stage(
     """
     from shards.store.store import ShardStore
     from trainer.initial_weights import network_settings
-    from trainer.training.construction import student_class
-    from trainer.training.settings import PLAIN, read_recipe
+    from trainer.training.settings import PLAIN, read_recipe, student_class
     from trainer.two_stage import train_two_stage, two_stage_parts
 
     use_log_format(log_format)

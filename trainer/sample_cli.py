@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
+import re
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -23,7 +23,7 @@ app = command_app()
 def sample(
     checkpoint: Annotated[str, typer.Argument(help="Model, the --out of a training, or a hub id.")],
     out: Annotated[Path, typer.Option(help="Folder of the samples.")] = Path("samples"),
-    num: Annotated[int | None, typer.Option(help="Samples (64; or one per prompt or row).")] = None,
+    num: Annotated[int | None, typer.Option(min=1, help="Samples (64; or one per prompt or row).")] = None,
     nfe: Annotated[str | None, typer.Option(help="Forward passes per sequence; 8,16,32 writes a file each.")] = None,
     passes_per_block: Annotated[
         str | None, typer.Option(help="block: forward passes of each block instead of --nfe.")
@@ -36,8 +36,8 @@ def sample(
     tau: Annotated[float | None, typer.Option(help="Scale of the Gumbel noise (0.85).")] = None,
     decision: Annotated[str | None, typer.Option(help="categorical draws, or argmax.")] = None,
     verifier: Annotated[str | None, typer.Option(help="apd, coupled: a causal LM of the same tokenizer.")] = None,
-    seed: Annotated[int, typer.Option(help="With the sample index it names all randomness.")] = 0,
-    batch_size: Annotated[int, typer.Option(help="Samples at a time; changes no sample.")] = 32,
+    seed: Annotated[int, typer.Option(min=0, max=2**63 - 1, help="With the sample index it names all randomness.")] = 0,
+    batch_size: Annotated[int, typer.Option(min=1, help="Samples at a time; changes no sample.")] = 32,
     length: Annotated[int | None, typer.Option(help="Tokens per sample; the row's.")] = None,
     prompt: Annotated[str | None, typer.Option(help="Text that every sample begins with.")] = None,
     prompt_file: Annotated[Path | None, typer.Option(help="One prompt per line.")] = None,
@@ -46,7 +46,7 @@ def sample(
     min_entropy: Annotated[
         float | None, typer.Option(help="Draw anew below this entropy (nats, last 256 tokens).")
     ] = None,
-    precision: Annotated[str, typer.Option(help="fp32, or bf16 for autocast.")] = "fp32",
+    precision: Annotated[Literal["fp32", "bf16"], typer.Option(help="bf16 is autocast.")] = "fp32",
     device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
     backbone: Annotated[
         str | None, typer.Option(help="Where the student's frozen language model is, if moved.")
@@ -60,20 +60,13 @@ def sample(
     `gdistill-sample settings [WORD]` lists what --set takes, sampler by sampler.
     """
     use_log_format(log_format)
-    for where, got in (("--num", num), ("--batch-size", batch_size)):
-        if got is not None and got < 1:
-            raise UsageError("a count below 1", where=where, got=got, expected="at least 1")
-    if not 0 <= seed < 2**63:
-        raise UsageError("bad seed", where="--seed", got=seed, expected="0..2^63 - 1")
-    if precision not in ("fp32", "bf16"):
-        expected = "fp32 or bf16"
-        raise UsageError("unknown precision", where="--precision", got=precision, expected=expected)
     exclude(nfe=nfe, passes_per_block=passes_per_block)
     exclude(prompt=prompt, prompt_file=prompt_file, infill=infill)
     exclude("a row to infill has its own length", infill=infill, length=length)
     counted, text = ("nfe", nfe) if passes_per_block is None else ("passes_per_block", passes_per_block)
-    budgets = parse_budgets(f"--{counted.replace('_', '-')}", text)
-    options: dict[str, Any] = {
+    listed = parse_budgets(f"--{counted.replace('_', '-')}", text) if text else ()
+    budgets = [{counted: budget} for budget in listed] or [{}]
+    options = {
         "nucleus_p": nucleus_p,
         "nucleus_rule": nucleus_rule,
         "top_k": top_k,
@@ -81,7 +74,8 @@ def sample(
         "tau": tau,
         "decision": decision,
         "verifier": verifier,
-        "stop": given(at_eos=stop_at_eos or None, min_entropy_nats=min_entropy) or None,
+        "stop.at_eos": stop_at_eos or None,
+        "stop.min_entropy_nats": min_entropy,
     }
 
     from trainer.sampling import command
@@ -90,7 +84,8 @@ def sample(
     rows = command.rows_to_fill(loaded, length, prompt, prompt_file, infill)
     is_one_per_row = prompt_file is not None or infill is not None
     is_unconditional = prompt is None and not is_one_per_row
-    variants = command.sampler_variants(loaded, sampler, given(**options), settings or (), sweep, counted, budgets)
+    named = {name: value for name, value in options.items() if value is not None}
+    variants = command.sampler_variants(loaded.student, sampler, named, settings or (), sweep, budgets)
     runs = [
         command.SampleRun(
             loaded=loaded,
@@ -110,15 +105,10 @@ def sample(
         run.check()
     products = command.choose_products(runs[0])
     for run in runs:
-        for path in dataclasses.replace(run, products=products).run():
+        for path in run.run(products):
             typer.echo(f"wrote {path}", err=True)
         for line in run.remarks():
             typer.echo(line, err=True)
-
-
-def given(**options: Any) -> dict[str, Any]:
-    """The options that were named."""
-    return {name: value for name, value in options.items() if value is not None}
 
 
 def exclude(remedy: str = "", **options: Any) -> None:
@@ -127,26 +117,21 @@ def exclude(remedy: str = "", **options: Any) -> None:
     Raises:
         UsageError: Where more than one of them was named.
     """
-    names = [f"--{name.replace('_', '-')}" for name in given(**options)]
+    names = [f"--{name.replace('_', '-')}" for name, value in options.items() if value is not None]
     if len(names) > 1:
         raise UsageError("these exclude each other", where=", ".join(names), remedy=remedy)
 
 
-def parse_budgets(option: str, text: str | None) -> tuple[int, ...]:
-    """``8,16,32`` as integers; nothing is no budget.
+def parse_budgets(option: str, text: str) -> list[int]:
+    """``8,16,32`` as integers.
 
     Raises:
         UsageError: For anything that is not a list of distinct positive integers.
     """
-    if text is None:
-        return ()
-    parts = [part.strip() for part in text.split(",")]
-    # Python reads no integer of thousands of digits.
-    is_number = all(part.isascii() and part.isdigit() and len(part) < 20 for part in parts)
-    if not is_number or not all(map(int, parts)):
+    if not re.fullmatch(r" *[1-9]\d{0,6} *(, *[1-9]\d{0,6} *)*", text, re.ASCII):
         expected = "positive integers such as 16 or 8,16,32"
         raise UsageError("bad NFE", where=option, got=text[:40], expected=expected)
-    budgets = tuple(map(int, parts))
+    budgets = [int(part) for part in text.split(",")]
     if len(set(budgets)) < len(budgets):
         raise UsageError("an NFE is named twice", where=option, got=text)
     return budgets

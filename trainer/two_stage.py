@@ -19,9 +19,8 @@ from shards.store.store import ShardStore
 from trainer.initial_weights import is_language_model
 from trainer.students.configuration import unread_settings
 from trainer.students.registry import STUDENTS
-from trainer.training.construction import build_student
 from trainer.training.loop import train
-from trainer.training.settings import MODEL, PLAIN, RunConfig, compose_run, layered
+from trainer.training.settings import MODEL, PLAIN, RunConfig, build_student, compose_run, layered
 
 RECIPES = Path(__file__).resolve().parent / "presets" / "two_stage"
 LARGE_VOCABULARY = 4096

@@ -39,7 +39,7 @@ from tests.pipeline.extract_cases import ROW_LENGTH, VOCAB_SIZE, WORDS, contents
 from tests.trainer.run_cases import tiny_run
 from trainer.distillation import store_rows
 from trainer.objective.batch import Batch, BatchMaker
-from trainer.training.construction import build_student
+from trainer.training.settings import build_student
 
 TEMPLATE = (
     "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no system turn') }}"

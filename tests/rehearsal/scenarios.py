@@ -45,8 +45,7 @@ from trainer.sampling.noise import sampling_noise
 from trainer.sampling.registry import make_sampler
 from trainer.students.configuration import StudentSettings
 from trainer.students.registry import STUDENTS, Student
-from trainer.training.checkpoint import CheckpointFolder
-from trainer.training.construction import clip_gradients, make_optimizer
+from trainer.training.checkpoint import CheckpointFolder, clip_gradients, make_optimizer
 from trainer.training.loop import train
 from trainer.training.settings import CHECKPOINTS, OptimizationConfig
 

@@ -40,7 +40,6 @@ from trainer.sampling.fill import (
 from trainer.sampling.noise import Decision, RowNoise, SampleKeys
 from trainer.sampling.orders import Confidence, ConfidencePass, confidence_order, most_certain, uniform_order
 from trainer.sampling.stopping import StopRule
-from trainer.students.conditioning import EmbeddedNoise
 from trainer.students.dit import KeyValueCache
 from trainer.students.registry import AR, BD3LM, Student
 
@@ -75,49 +74,25 @@ class BlockRows(Rows):
         if window_start != self.window_start and self.cache is not None:
             self.cache.length = 0  # positions shift, so everything visible is read again
         self.window_start, self.levels = window_start, None
-        if not self.noise.redraw:
-            self.condition = self._embed(self.active, None)
+        self.condition = self.noise.embed(self.student, self.open, self.active, self.columns.start)
 
     def predict(self, part: Pass) -> Float[Tensor, "n v1"]:
         """See :class:`Rows`."""
-        if self.cache is None:
-            return self.predict_from_window(part)
         rows = torch.searchsorted(self.active, part.rows)  # their places among the active ones
-        condition, tokens = self._condition(part), self.tokens[part.rows, self.columns]
-        where = part.where.shifted(-self.columns.start)
-        seen = slice(self.window_start + self.cache.length, self.columns.start)
-        if seen.start == seen.stop and 2 * len(rows) < len(self.active):
-            # So few rows are better served by a copy of their keys and values.
-            cache = self.cache.select(rows, room=tokens.shape[1])
-            finished = self.tokens[part.rows, seen]
-            return self.student.predict_after(finished, tokens, where, condition, cache)
+        if self.cache is None:
+            condition = None
+            if self.condition is not None:
+                before = (0, 0, self.columns.start - self.window_start, 0)
+                condition = self.condition[rows].map(lambda part: pad(part, before))
+            tokens = self.tokens[part.rows, self.window_start : self.columns.stop]
+            where = part.where.shifted(-self.window_start)
+            return self.student.predict_at(tokens, where, condition, self.level(part))
         # The cache holds all rows or none, so those with nothing to reveal come along. Their NFE
         # does not grow: alone they would read the finished block with the next one.
-        everywhere = Places(rows[where.rows], where.positions)
-        if condition is not None:
-            condition = condition.laid_out((rows,), (len(self.active), tokens.shape[1]))
-        everyone, finished = (self.tokens[self.active, part] for part in (self.columns, seen))
-        return self.student.predict_after(finished, everyone, everywhere, condition, self.cache)
-
-    def predict_from_window(self, part: Pass) -> Float[Tensor, "n v1"]:
-        """The same without a cache."""
-        tokens = self.tokens[part.rows, self.window_start : self.columns.stop]
-        condition = self._condition(part)
-        if condition is not None:
-            before = (0, 0, self.columns.start - self.window_start, 0)
-            condition = condition.map(lambda part: pad(part, before))
-        where = part.where.shifted(-self.window_start)
-        return self.student.predict_at(tokens, where, condition, self.level(part))
-
-    def _condition(self, part: Pass) -> EmbeddedNoise | None:
-        if self.noise.redraw:
-            return self._embed(part.rows, part.steps)
-        rows = torch.searchsorted(self.active, part.rows)
-        return None if self.condition is None else self.condition[rows]
-
-    def _embed(self, rows: Int[Tensor, "m"], steps: Int[Tensor, "m"] | None) -> EmbeddedNoise | None:
-        masked = self.tokens[rows, self.columns] == self.student.mask_id
-        return self.noise.embed(self.student, masked, rows, self.columns.start, steps)
+        where = Places(rows[part.where.rows], part.where.positions - self.columns.start)
+        seen = slice(self.window_start + self.cache.length, self.columns.start)
+        everyone, finished = (self.tokens[self.active, columns] for columns in (self.columns, seen))
+        return self.student.predict_after(finished, everyone, where, self.condition, self.cache)
 
     def keep(self, kept: Int[Tensor, "k"]) -> None:
         """Go on with some of the active rows."""
@@ -161,8 +136,7 @@ class BlockSampler(DiffusionSampler):
         super().__post_init__()
         nfe, each = self.nfe, self.passes_per_block
         if nfe is not None and each is not None:
-            got = f"nfe={nfe}, passes_per_block={each}"
-            raise UsageError("these exclude each other", where="nfe", got=got)
+            raise UsageError("these exclude each other", where="nfe", got=f"nfe={nfe}, passes_per_block={each}")
         for name, neutral, inner in (
             ("nfe", None, "ancestral or confidence"),
             ("passes_per_block", None, "ancestral or confidence"),

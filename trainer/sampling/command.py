@@ -7,9 +7,7 @@ batch by batch to ``NAME.partial``; the finished file gets its name by a rename.
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
-import itertools
 import json
 import os
 import time
@@ -18,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from shards.atomic import (
@@ -38,8 +37,9 @@ from shards.provenance import code_version
 from shards.settings import flatten, merge, nested, parse_override, to_mapping
 from trainer.sampling.fill import Sampler, SampleResult
 from trainer.sampling.noise import noise_of_rows
-from trainer.sampling.registry import SAMPLERS, make_sampler, sampler_class
+from trainer.sampling.registry import SAMPLERS, make_sampler
 from trainer.students.folder import ModelFolder, open_model
+from trainer.students.registry import Student
 
 SETTINGS_FILE = "settings.json"
 
@@ -91,77 +91,46 @@ def rows_to_fill(
 
 
 def sampler_variants(
-    loaded: ModelFolder,
+    student: Student,
     name: str | None,
     options: Mapping[str, Any],
     overrides: Sequence[str],
     sweep: str | None,
-    counted: str,
-    budgets: Sequence[int],
+    budgets: Sequence[Mapping[str, int]],
 ) -> Iterator[tuple[str, tuple[Sampler, ...]]]:
     """(folder below ``--out``, a sampler for each of its files) for each value of the sweep.
 
     Args:
-        loaded: The student, which has a sampler that suits it.
+        student: Has a sampler that suits it.
         name: Of the sampler that is asked for.
-        options: Its settings by name.
+        options: Its settings by dotted name.
         overrides: Further settings, ``key=value``.
         sweep: ``key=value,value,...``.
-        counted: What a budget counts: ``nfe`` or ``passes_per_block``.
-        budgets: Forward passes of each file; none leaves the sampler's own.
+        budgets: Of each file, ``{"nfe": 8}`` say; an empty one leaves the sampler's own.
 
     Raises:
         UsageError: For an unknown sampler, setting or value.
     """
-    name = (loaded.student.default_sampler if name is None else name).replace("-", "_")
-    for key, value in options.items():
-        if not _takes(name, key):
-            having = " or ".join(other for other in SAMPLERS if _takes(other, key))
-            where, remedy = f"--{key.replace('_', '-')}", "leave it out, or take --sampler "
-            what = f"the {name} sampler takes no {key}"
-            raise UsageError(what, where=where, got=value, remedy=remedy + having)
-    if budgets and not _takes(name, counted):
-        remedy = "its NFE follows from the number of tokens to fill"
-        if _takes(name, "nfe"):
-            remedy = "--nfe counts the passes of a sequence"
-        what, where = f"the {name} sampler takes no NFE", f"--{counted.replace('_', '-')}"
-        raise UsageError(what, where=where, got=list(budgets), remedy=remedy)
-    settings = dict(options)
+    name, settings = (name or student.default_sampler).replace("-", "_"), {}
+    for path, value in ((key.split("."), value) for key, value in options.items()):
+        settings = merge(settings, nested(path, value))
     for text in overrides:
         settings = merge(settings, nested(*parse_override(text)))
-    variants: list[tuple[str, dict[str, Any]]] = [("", {})]
+    variants: dict[str, dict[str, Any]] = {"": {}}
     if sweep is not None:
-        key, values = parse_sweep(sweep)
-        if key in flatten(settings):
-            raise UsageError("named beside the sweep", where=f"--sweep {key}", got=settings)
-        if key == counted and budgets:
-            raise UsageError("these exclude each other", where=f"--sweep {key}, --{key}")
-        texts = [f"{key}={value}" for value in values]
-        variants = [(text, nested(*parse_override(text))) for text in texts]
-    for folder, change in variants:
-        sampler = make_sampler(name, **merge(settings, change)).settled(loaded.student)
-        changes = [{counted: budget} for budget in budgets] or [{}]
-        yield folder, tuple(dataclasses.replace(sampler, **change) for change in changes)
-
-
-def _takes(name: str, key: str) -> bool:
-    return any(field.name == key for field in dataclasses.fields(sampler_class(name)))
-
-
-def parse_sweep(text: str) -> tuple[str, list[str]]:
-    """``nucleus_p=0.7,0.8`` as the setting and its values.
-
-    Raises:
-        UsageError: For anything else, or a value that is named twice.
-    """
-    key, _, listed = text.partition("=")
-    values = [value.strip() for value in listed.split(",")]
-    if not key.strip() or not all(values):
-        expected = "a setting and its values, nucleus_p=0.7,0.8,0.9"
-        raise UsageError("bad sweep", where="--sweep", got=text, expected=expected)
-    if len(set(map(str.lower, values))) < len(values):
-        raise UsageError("a value is named twice", where="--sweep", got=text)
-    return key.strip(), values
+        key, _, listed = sweep.partition("=")
+        values = [value.strip() for value in listed.split(",")]
+        if not key.strip() or not all(values):
+            expected = "a setting and its values, nucleus_p=0.7,0.8,0.9"
+            raise UsageError("bad sweep", where="--sweep", got=sweep, expected=expected)
+        if len(set(map(str.lower, values))) < len(values):
+            raise UsageError("a value is named twice", where="--sweep", got=sweep)
+        if key in flatten(settings) or key in budgets[0]:
+            raise UsageError("named beside the sweep", where=f"--sweep {key}", got={**settings, **budgets[0]})
+        variants = {text: nested(*parse_override(text)) for text in (f"{key.strip()}={value}" for value in values)}
+    for folder, change in variants.items():
+        samplers = (make_sampler(name, **merge(settings, {**change, **budget})) for budget in budgets)
+        yield folder, tuple(sampler.settled(student) for sampler in samplers)
 
 
 class SampleFile:
@@ -181,40 +150,28 @@ class SampleFile:
         Raises:
             GdistillError: When a line in the middle is not a sample, or one of its own.
         """
-        is_finished, what = self.path.is_file(), "a sample line is damaged"
-        lines = self.path.read_bytes().splitlines() if is_finished else whole_lines(self.partial)
+        lines = self.path.read_bytes().splitlines() if self.path.is_file() else whole_lines(self.partial)
         records: dict[int, dict[str, Any]] = {}
         for number, line in enumerate(lines, start=1):
-            where, remedy = f"{self.path}:{number}", "delete the file and sample again"
             try:
                 record = json.loads(line)
-                index = record["index"]
+                if type(index := record["index"]) is not int or index in records:
+                    raise ValueError(f"index {index!r}, no number or a second time")
+                records[index] = record
             except (ValueError, KeyError, TypeError, RecursionError) as error:
-                raise GdistillError(what, where=where, got=error, remedy=remedy) from error
-            if type(index) is not int or index in records:
-                got = f"index {index!r}, no number or a second time"
-                raise GdistillError(what, where=where, got=got, remedy=remedy)
-            records[index] = record
+                where, remedy = f"{self.path}:{number}", "delete the file and sample again"
+                raise GdistillError("a sample line is damaged", where=where, got=error, remedy=remedy) from error
         return list(records.values())
 
     def append(self, records: Iterable[Mapping[str, Any]]) -> None:
-        """Add samples; they survive a power cut when this returns.
-
-        Raises:
-            GdistillError: When they cannot be written; a run begun again goes on from there.
-        """
-        self.path.parent.mkdir(parents=True, exist_ok=True)
+        """Add samples; they survive a power cut when this returns."""
         if self.path.is_file():  # a finished run that is asked for more samples
             os.replace(self.path, self.partial)
         lines = "".join(json.dumps(record) + "\n" for record in records)
-        try:
-            with open(self.partial, "ab", opener=open_itself) as file:
-                file.write(lines.encode())
-                file.flush()
-                os.fsync(file.fileno())
-        except OSError as error:
-            what, got = "samples cannot be written", error.strerror
-            raise GdistillError(what, where=self.partial, got=got) from error
+        with open(self.partial, "ab", opener=open_itself) as file:
+            file.write(lines.encode())
+            file.flush()
+            os.fsync(file.fileno())
 
     def finish(self) -> None:
         """Sort the lines by index and give the file its name."""
@@ -242,7 +199,6 @@ class SampleRun:
         batch_size: Samples per forward pass; no sample depends on it.
         precision: ``fp32``, or ``bf16`` for autocast.
         out: Folder of the files.
-        products: How float32 matrix products run: ``float32``, or ``TF32`` on a GPU.
     """
 
     loaded: ModelFolder
@@ -255,7 +211,6 @@ class SampleRun:
     batch_size: int
     precision: str
     out: Path
-    products: str = "float32"
 
     def check(self) -> None:
         """Ask every sampler about every row that is to be filled.
@@ -309,7 +264,7 @@ class SampleRun:
             "kind": "curve" if len(self.samplers) > 1 else "single",
         }
 
-    def settings(self) -> dict[str, Any]:
+    def settings(self, products: str) -> dict[str, Any]:
         """Content of ``settings.json``."""
         identity = self.identity()
         shared = ("student", "student_config", "bos_id", "eos_id", "seed", "precision")
@@ -325,19 +280,22 @@ class SampleRun:
             "store": dict(self.loaded.store),
             "files": {file.path.name: described(sampler) for file, sampler in named},
             "num_samples": self.num_samples,
-            "products": self.products,
+            "products": products,
             "code_version": code_version(),
             "torch": torch.__version__,
         }
 
-    def run(self) -> list[Path]:
+    def run(self, products: str = "float32") -> list[Path]:
         """Draw what is missing; the finished files.
+
+        Args:
+            products: How float32 matrix products run: ``float32``, or ``TF32`` on a GPU.
 
         Raises:
             UsageError: When the folder holds samples of another run, is being filled by another
                 process, or cannot be made.
         """
-        settings = self.settings()
+        settings = self.settings(products)
         try:
             with exclusive(self.out):
                 return self._draw_missing(settings)
@@ -361,8 +319,7 @@ class SampleRun:
 
     def _missing(self, file: SampleFile) -> list[int]:
         finished = {record["index"] for record in file.read()}
-        needed = max(finished, default=-1) + 1
-        if needed > self.num_samples:
+        if (needed := max(finished, default=-1) + 1) > self.num_samples:
             what, got = "the file holds more samples than asked for", f"--num {self.num_samples}"
             raise UsageError(what, where=file.path, got=got, expected=f"at least {needed}")
         return [index for index in range(self.num_samples) if index not in finished]
@@ -385,13 +342,10 @@ class SampleRun:
         not index their log-probabilities.
         """
         columns, device = self.loaded.student.config.vocab_size + 1, self.loaded.student.device
-
-        def length(index: int) -> int:
-            return len(self._row(index))
-
-        for num_tokens, group in itertools.groupby(sorted(indices, key=length), key=length):
-            size = min(self.batch_size, largest_batch(num_tokens * columns, device))
-            members = list(group)
+        lengths = {index: len(self._row(index)) for index in indices}
+        for length in sorted(set(lengths.values())):
+            members = [index for index in indices if lengths[index] == length]
+            size = min(self.batch_size, largest_batch(length * columns, device))
             yield from (members[at : at + size] for at in range(0, len(members), size))
 
     def _row(self, index: int) -> tuple[int, ...]:
@@ -490,24 +444,20 @@ def files_of_same_run(settings_file: Path, identity: Mapping[str, Any]) -> dict[
     for name in sorted(saved.keys() | ours.keys()):
         old, new = saved.get(name, "absent"), ours.get(name, "absent")
         if old != new:
-            what, where = "the folder holds samples of another run", settings_file.parent
-            expected, remedy = f"{old} as there", "give another --out"
-            raise UsageError(what, where=f"{where}: {name}", got=new, expected=expected, remedy=remedy)
+            what, where = "the folder holds samples of another run", f"{settings_file.parent}: {name}"
+            raise UsageError(what, where=where, got=new, expected=f"{old} as there", remedy="give another --out")
     return files
 
 
 def verified_line(records: Sequence[Mapping[str, Any]]) -> str:
     """Tokens per pass of the verifier, and the draft's agreement by distance, as one line."""
-    passes = sum(record["verifier_nfe"] for record in records)
-    own = sum(record["nfe"] for record in records)
-    accepted = sum(sum(record["accepted"]) for record in records)
-    drafted, agreed = (
-        [sum(at) for at in zip(*(record[name] for record in records), strict=True)] for name in ("drafted", "agreed")
+    passes, own = (sum(record[name] for record in records) for name in ("verifier_nfe", "nfe"))
+    accepted, drafted, agreed = (
+        np.sum([record[name] for record in records], axis=0) for name in ("accepted", "drafted", "agreed")
     )
-    counts = zip(agreed, drafted, strict=True)
-    shares = " ".join(f"{one / of:.2f}" if of else "-" for one, of in counts)
+    shares = " ".join(f"{one / of:.2f}" if of else "-" for one, of in zip(agreed, drafted, strict=True))
     # Each pass of the verifier gives what it accepts and one token of its own.
     return (
-        f"{(accepted + passes) / passes:.2f} tokens per pass of the verifier ({passes} passes, "
+        f"{(accepted.sum() + passes) / passes:.2f} tokens per pass of the verifier ({passes} passes, "
         f"{own} of the student); agreement by distance {shares}"
     )

@@ -31,6 +31,7 @@ from torch import Tensor
 
 from shards.errors import UsageError
 from shards.noise.kinds import Noise
+from shards.settings import setting
 from trainer.objective.batch import Places
 from trainer.sampling.fill import Pass, Rows, Sampler, check_length, check_times, check_tokens
 from trainer.sampling.noise import RowNoise, SampleKeys, TokenRule, position_chunks, sampling_noise
@@ -238,7 +239,7 @@ class VerifiedSampler(Sampler):
     """
 
     max_lookahead: int | None = 8
-    tau: float = 1.0  # type: ignore[assignment]
+    tau: float = setting(1.0, within="(0, inf)")  # type: ignore[assignment]
     draft: Draft | None = None
 
     def __post_init__(self) -> None:

@@ -27,7 +27,7 @@ from shards.noise.kinds import Noise
 from shards.settings import check_bounds, setting
 from trainer.objective.batch import Places, placed
 from trainer.objective.corruption import Schedule, law_of, masking_sigma
-from trainer.sampling.noise import DEFAULT_TAU, Decision, NucleusRule, RowNoise, SampleKeys, TokenRule, check_positive
+from trainer.sampling.noise import DEFAULT_TAU, Decision, NucleusRule, RowNoise, SampleKeys, TokenRule
 from trainer.sampling.stopping import SampleResult, StopRule
 from trainer.students.registry import BD3LM, MDLM, Student
 
@@ -75,8 +75,7 @@ class Rows:
         columns: Columns that are filled now, all of them to begin with.
         nfe: [B] forward passes so far.
         details: Further results.
-        levels: [T + 1] noise level of each step, and of the final fill, that a time-conditioned
-            student is told; None for other students.
+        levels: [T + 1] noise level of each step, and of the final fill, for a time-conditioned student; else None.
     """
 
     def __init__(self, student: Any, tokens: Int[Tensor, "b l"], noise: RowNoise, keys: SampleKeys) -> None:
@@ -96,9 +95,7 @@ class Rows:
 
     def start(self) -> None:
         """What is read once."""
-        self.condition = None
-        if not self.noise.redraw:
-            self.condition = self.noise.embed(self.student, self.masked, self.everyone)
+        self.condition = self.noise.embed(self.student, self.masked, self.everyone)
 
     def set_times(self, times: Float[Tensor, "steps1"]) -> None:
         """Let a time-conditioned student know the times of the steps to come."""
@@ -109,13 +106,8 @@ class Rows:
 
     def predict(self, part: Pass) -> Float[Tensor, "n v1"]:
         """Log-probabilities of x_0 at the n places of a pass."""
-        tokens, condition = self.tokens[part.rows], self.condition
-        if self.noise.redraw:
-            masked = tokens == self.student.mask_id
-            condition = self.noise.embed(self.student, masked, part.rows, steps=part.steps)
-        elif condition is not None:
-            condition = condition[part.rows]
-        return self.student.predict_at(tokens, part.where, condition, self.level(part))
+        condition = None if self.condition is None else self.condition[part.rows]
+        return self.student.predict_at(self.tokens[part.rows], part.where, condition, self.level(part))
 
     def level(self, part: Pass) -> Float[Tensor, "m"] | None:
         """Noise level of each row of a pass."""
@@ -137,14 +129,13 @@ class Sampler(ABC):
     nucleus_p: float = 1.0
     nucleus_rule: NucleusRule = "strict"
     top_k: int | None = None
-    tau: float | None = None
+    tau: float | None = setting(None, within="(0, inf)")
     stop: StopRule = StopRule()
 
     label: ClassVar[str]
     rows_type: ClassVar[type[Rows]] = Rows
 
     def __post_init__(self) -> None:
-        check_positive(tau=self.tau)
         check_bounds(self)
         _ = self.rule  # which refuses what it cannot follow
 
@@ -178,10 +169,9 @@ class Sampler(ABC):
         Raises:
             UsageError: When it cannot; also a row or a token that no student can start from.
         """
-        for name in ("tau", "redraw_noise"):
-            if (got := getattr(self, name, None)) and not student.is_conditioned:
-                remedy = f"leave {name} out, or sample a student trained with conditioning"
-                raise UsageError("this student takes no noise", where=name, got=got, remedy=remedy)
+        if self.tau and not student.is_conditioned:
+            remedy = "leave tau out, or sample a student trained with conditioning"
+            raise UsageError("this student takes no noise", where="tau", got=self.tau, remedy=remedy)
         check_tokens(student, tokens)
         if self.stop != StopRule():
             self.stop.check(student, tokens)
@@ -205,8 +195,7 @@ class Sampler(ABC):
         """The noise as the student reads it; one that takes none gets none."""
         if student.is_conditioned and noise is None:
             raise UsageError("a conditioned student needs noise", where="noise", got="none")
-        redraw, own = getattr(self, "redraw_noise", False), student.is_conditioned
-        return RowNoise(noise if own else None, tokens.shape[1], self.tau or DEFAULT_TAU, redraw)
+        return RowNoise(noise if student.is_conditioned else None, tokens.shape[1], self.tau or DEFAULT_TAU)
 
     @torch.no_grad()
     def sample(
@@ -231,8 +220,7 @@ class Sampler(ABC):
         self.check(student, tokens)
         use = self.read_noise(student, noise, tokens, sample_ids, seed)
         if use.noise is not None and (got := use.noise.num_positions) != tokens.numel():
-            got, expected = f"{got} positions", tokens.numel()
-            raise UsageError("the noise does not fit the rows", got=got, expected=expected)
+            raise UsageError("the noise does not fit the rows", got=f"{got} positions", expected=tokens.numel())
         settled: Any = self.settled(student)
 
         def draw(rows: Int[Tensor, "m"], attempt: int) -> SampleResult:
@@ -268,16 +256,16 @@ def check_tokens(student: Student, tokens: Int[Tensor, "b l"]) -> None:
         UsageError: When position 0 is masked or a token is out of the vocabulary.
     """
     if bool((tokens[:, 0] == student.mask_id).any()):
-        where, remedy = "tokens[:, 0]", "begin rows with the bos token or a prompt"
-        what = "position 0 is always given"
-        raise UsageError(what, where=where, got="the mask id", remedy=remedy)
+        remedy = "begin rows with the bos token or a prompt"
+        raise UsageError("position 0 is always given", where="tokens[:, 0]", got="the mask id", remedy=remedy)
     outside = (tokens < 0) | (tokens > student.mask_id)
     if bool(outside.any()):
         row, position = outside.nonzero()[0].tolist()
-        where, got = f"row {row}, position {position}", int(tokens[row, position])
-        expected = f"0..{student.mask_id - 1}, or the mask id {student.mask_id}"
-        what = "a token is not in the vocabulary"
-        raise UsageError(what, where=where, got=got, expected=expected)
+        where, expected = (
+            f"row {row}, position {position}",
+            f"0..{student.mask_id - 1}, or the mask id {student.mask_id}",
+        )
+        raise UsageError("not in the vocabulary", where=where, got=int(tokens[row, position]), expected=expected)
 
 
 def check_length(student: Student, tokens: Int[Tensor, "b l"]) -> None:
@@ -287,20 +275,18 @@ def check_length(student: Student, tokens: Int[Tensor, "b l"]) -> None:
         UsageError: If they are.
     """
     if tokens.shape[1] > (most := student.config.row_length):
-        what, got, expected = "rows longer than the student's", tokens.shape[1], f"at most {most}"
-        remedy = "only the block sampler goes beyond the trained length"
-        raise UsageError(what, where="length", got=got, expected=expected, remedy=remedy)
+        got, remedy = tokens.shape[1], f"at most {most}; only the block sampler goes beyond the trained length"
+        raise UsageError("rows longer than the student's", where="length", got=got, remedy=remedy)
 
 
 def check_times(student: Student, has_times: bool, remedy: str) -> None:
-    """Refuse a time-conditioned student where its steps have no time that it could be told.
+    """Refuse a time-conditioned student where its steps have no time.
 
     Raises:
         UsageError: With the remedy.
     """
     if student.settings.diffusion.time_conditioning and not has_times:
-        what = "a time-conditioned student must be told the time of each step"
-        raise UsageError(what, where="sampler", remedy=remedy)
+        raise UsageError("a time-conditioned student must know the time of each step", where="sampler", remedy=remedy)
 
 
 def require_whole_row_student(student: Student, sampler: str) -> MDLM:
@@ -323,12 +309,10 @@ class DiffusionSampler(Sampler):
     Attributes:
         temperature: Divides the log-probabilities of the prediction; 1 leaves them.
         decision: Draw the revealed tokens (``categorical``), or take the most probable ones.
-        redraw_noise: Independent noise at every step instead of one draw held fixed.
     """
 
     temperature: float = 1.0
     decision: Decision = "categorical"
-    redraw_noise: bool = False
 
     has_times: ClassVar[bool] = False
 

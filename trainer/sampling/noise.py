@@ -7,7 +7,6 @@ that turn a prediction into a token: exponential races, see :func:`shards.noise.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -29,7 +28,7 @@ from trainer.students.registry import Student
 
 DEFAULT_TAU = 0.85
 STEPS_PER_ATTEMPT = 1 << 20
-"""Draw numbers of one attempt: its own, then one per step where noise is redrawn."""
+"""Draw numbers of one attempt: its own, then one per pass of APD."""
 MOST_ELEMENTS = {"cpu": 1 << 22, "cuda": 1 << 25}
 """Most float64 probabilities at a time: 32 MiB on a CPU, of which a draw holds a dozen copies; more
 on a GPU, which small chunks would leave idle."""
@@ -82,13 +81,11 @@ class RowNoise:
         noise: B * length positions, row by row; None for a student without conditioning.
         length: L.
         tau: Scale of xi.
-        redraw: Whether every step sees an independent draw.
     """
 
     noise: Noise | None
     length: int
     tau: float = DEFAULT_TAU
-    redraw: bool = False
 
     def of(self, rows: Int[Tensor, "m"], attempt: int = 0) -> RowNoise:
         """The noise of some rows, for an attempt at them; attempt 0 is the first."""
@@ -97,7 +94,9 @@ class RowNoise:
         index = rows[:, None] * self.length + torch.arange(self.length, device=rows.device)
         noise = self.noise.select(index.flatten().to(self.noise.device))
         if attempt:
-            noise = _redrawn(noise, attempt * STEPS_PER_ATTEMPT)
+            if not isinstance(noise, PriorNoise):
+                raise UsageError("this noise cannot be redrawn", where="noise", remedy="give sampling_noise")
+            noise = noise.redrawn(attempt * STEPS_PER_ATTEMPT)
         return replace(self, noise=noise)
 
     def at(self, rows: Int[Tensor, "n"], positions: Int[Tensor, "n"]) -> Noise:
@@ -106,12 +105,7 @@ class RowNoise:
         return self.noise.select((rows * self.length + positions).to(self.noise.device))
 
     def embed(
-        self,
-        student: Any,
-        masked: Bool[Tensor, "m w"],
-        rows: Int[Tensor, "m"],
-        first: int = 0,
-        steps: Int[Tensor, "m"] | None = None,
+        self, student: Any, masked: Bool[Tensor, "m w"], rows: Int[Tensor, "m"], first: int = 0
     ) -> EmbeddedNoise | None:
         """What the student reads at masked positions, zero elsewhere; None without noise.
 
@@ -120,30 +114,12 @@ class RowNoise:
             masked: Positions that need noise; column 0 is row position ``first``.
             rows: Which rows of the noise these are.
             first: See ``masked``.
-            steps: Where noise is redrawn, the step each row is in: the number of its draw.
         """
         if self.noise is None:
             return None
         row, column = masked.nonzero(as_tuple=True)
         noise = self.at(rows[row], first + column)
-        if steps is None or not self.redraw:
-            embedded = student.embed_noise(noise.to(row.device), self.tau)
-        else:
-            parts, step_of = [], steps[row]
-            for step in steps.unique().tolist():
-                chosen = (step_of == step).nonzero()[:, 0].to(noise.device)
-                drawn = _redrawn(noise, step).select(chosen)
-                parts.append(student.embed_noise(drawn.to(row.device), self.tau))
-            order = step_of.argsort(stable=True).argsort()
-            embedded = EmbeddedNoise.cat(parts)[order]
-        return embedded.laid_out((row, column), masked.shape)
-
-
-def _redrawn(noise: Noise, draw: int) -> PriorNoise:
-    if isinstance(noise, PriorNoise):
-        return noise.redrawn(draw)
-    remedy = "give sampling_noise"
-    raise UsageError("this noise cannot be redrawn", where="noise", remedy=remedy)
+        return student.embed_noise(noise.to(row.device), self.tau).laid_out((row, column), masked.shape)
 
 
 @dataclass(frozen=True)
@@ -207,8 +183,7 @@ class TokenRule:
         check_bounds(self)
         for name, neutral in (("nucleus_p", 1), ("temperature", 1), ("top_k", None)):
             if self.decision == "argmax" and (got := getattr(self, name)) != neutral:
-                what = "the most probable token stays the same whatever the setting"
-                remedy = "leave it out, or draw with --decision categorical"
+                what, remedy = "argmax is the same whatever the setting", "leave it out, or draw: decision=categorical"
                 raise UsageError(what, where=name, got=got, remedy=remedy)
 
     @property
@@ -241,14 +216,3 @@ class TokenRule:
             for part in position_chunks(len(logits), log_probs.shape[1], logits.device)
         ]
         return torch.cat(parts)
-
-
-def check_positive(**settings: float | None) -> None:
-    """Validate scales and temperatures; None is not looked at.
-
-    Raises:
-        UsageError: Naming the setting.
-    """
-    for name, value in settings.items():
-        if value is not None and not (value > 0 and math.isfinite(value)):
-            raise UsageError("bad scale", where=name, got=value, expected="above 0, finite")

@@ -37,7 +37,7 @@ from shards.settings import setting
 from trainer.objective.batch import Places
 from trainer.sampling.coupled import VerifiedRows, VerifiedSampler
 from trainer.sampling.fill import Pass
-from trainer.sampling.noise import MOST_ELEMENTS, RowNoise, SampleKeys, check_positive
+from trainer.sampling.noise import MOST_ELEMENTS, RowNoise, SampleKeys
 from trainer.sampling.verifier import CausalReader, Verifier
 from trainer.students.backbone import BackboneStudent
 from trainer.students.drafter import attention_mask
@@ -121,14 +121,13 @@ class MedusaSampler(VerifiedSampler):
 
     max_lookahead: int | None = None
     acceptance: Literal["coupled", "greedy", "typical"] = "coupled"
-    epsilon: float = EPSILON
-    delta: float = DELTA
+    epsilon: float = setting(EPSILON, within="(0, inf)")
+    delta: float = setting(DELTA, within="(0, inf)")
 
     label: ClassVar[str] = "medusa"
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_positive(epsilon=self.epsilon, delta=self.delta)
         left_out = {
             "epsilon, delta": self.acceptance != "typical" and (self.epsilon, self.delta) != (EPSILON, DELTA),
             "nucleus_p, top_k": self.acceptance != "coupled" and self.rule.truncates,

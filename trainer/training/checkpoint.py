@@ -1,4 +1,4 @@
-"""Checkpoints: whole or absent, complete, by name, pruned by rule; which run they are of.
+"""What is trained (weights, AdamW, moving average) and its checkpoints: whole or absent, complete, by name.
 
     checkpoints/step-00005000/
         weights.safetensors      parameters and buffers of the student
@@ -16,8 +16,8 @@ from __future__ import annotations
 
 import hashlib
 import shutil
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,14 +26,15 @@ import torch
 from accelerate import Accelerator
 from safetensors.torch import save_file
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn.utils import clip_grad_norm_
 
 from shards.atomic import canonical_json, publish_folder, sha256_file, write_json_atomic
 from shards.errors import UsageError
 from shards.settings import to_mapping
 from shards.store.manifest import Manifest
-from trainer.training.construction import ExponentialMovingAverage
 from trainer.training.parallel import gather_full, on_main_process
-from trainer.training.settings import PREFIX, STATE_FILE, RunConfig, checkpoint_steps
+from trainer.training.settings import PREFIX, STATE_FILE, OptimizationConfig, RunConfig, checkpoint_steps
 
 FORMAT_VERSION = 1
 UNFINISHED = ".writing-"
@@ -42,6 +43,66 @@ STORE_FIELDS = (
     *("vocab_size", "row_length", "codec", "teacher", "tokenizer", "tokens", "splits", "seed"),
     *("bos_id", "eos_id", "mask_id", "format_version"),
 )
+
+
+def make_optimizer(parameters: Iterable[nn.Parameter], config: OptimizationConfig) -> torch.optim.AdamW:
+    """AdamW with the fused kernel, except over sharded parameters."""
+    parameters = list(parameters)
+    sharded = any(isinstance(parameter, DTensor) for parameter in parameters)
+    betas, kernels = (config.beta1, config.beta2), {"fused": not sharded, "foreach": sharded}
+    return torch.optim.AdamW(parameters, config.learning_rate, betas, weight_decay=config.weight_decay, **kernels)
+
+
+def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float) -> Tensor:
+    """Scale all gradients so that their global L2 norm is at most ``max_norm``.
+
+    Returns:
+        The norm before clipping, a float32 scalar; not finite when any gradient is not.
+    """
+    norm = clip_grad_norm_(parameters, max_norm)
+    return norm.full_tensor() if isinstance(norm, DTensor) else norm
+
+
+def ema_decay(update: int, limit: float) -> float:
+    """min(limit, (1 + n) / (10 + n)) for the n-th update, n counted from 1."""
+    return min(limit, (1 + update) / (10 + update))
+
+
+class ExponentialMovingAverage:
+    """Shadow weights s <- s - (1 - d) (s - w), in the precision (and sharding) of the weights.
+
+    Attributes:
+        shadows: Parameter name -> averaged weights.
+        num_updates: Updates so far.
+    """
+
+    def __init__(self, module: nn.Module, decay: float) -> None:
+        self.decay, self.num_updates = decay, 0
+        self._parameters: dict[str, Tensor] = dict(module.named_parameters())
+        self.shadows = {name: w.detach().clone() for name, w in self._parameters.items()}
+
+    @torch.no_grad()
+    def update(self) -> None:
+        """Move the average towards the current weights."""
+        self.num_updates += 1
+        shadows, weights = list(self.shadows.values()), list(self._parameters.values())
+        torch._foreach_lerp_(shadows, weights, 1.0 - ema_decay(self.num_updates, self.decay))
+
+    @contextmanager
+    def applied(self) -> Iterator[None]:
+        """Within the context the module carries the averaged weights."""
+        self._exchange()
+        try:
+            yield
+        finally:
+            self._exchange()
+
+    @torch.no_grad()
+    def _exchange(self) -> None:
+        for name, shadow in self.shadows.items():
+            kept = self._parameters[name].clone()
+            self._parameters[name].copy_(shadow)
+            shadow.copy_(kept)
 
 
 @dataclass(frozen=True)

@@ -46,13 +46,13 @@ from trainer.objective.clips import MAX_BATCHES, best_clips, candidates
 from trainer.objective.corruption import FULL, Clips, require_reachable
 from trainer.students.folder import export_model
 from trainer.students.registry import LossOutput, Student
-from trainer.training.checkpoint import CheckpointFolder, Trainee, run_identity
-from trainer.training.construction import (
+from trainer.training.checkpoint import (
+    CheckpointFolder,
     ExponentialMovingAverage,
-    build_student,
+    Trainee,
     clip_gradients,
-    learning_rate,
     make_optimizer,
+    run_identity,
 )
 from trainer.training.parallel import (
     TrainingStep,
@@ -64,7 +64,15 @@ from trainer.training.parallel import (
     sum_over_processes,
     without_sync,
 )
-from trainer.training.settings import CHECKPOINTS, CONFIG_FILE, METRICS_FILE, MODEL, STATE_FILE, RunConfig
+from trainer.training.settings import (
+    CHECKPOINTS,
+    CONFIG_FILE,
+    METRICS_FILE,
+    MODEL,
+    STATE_FILE,
+    RunConfig,
+    build_student,
+)
 
 MAX_NAMED_ROWS = 16
 VALIDATION = "validation"
@@ -206,7 +214,7 @@ class Trainer:
         """One optimiser step; returns whether any process was asked to stop."""
         config = self.config.optimization
         for group in self.optimizer.param_groups:
-            group["lr"] = learning_rate(config, self.step, self.num_steps)
+            group["lr"] = config.rate_at(self.step, self.num_steps)
         losses = self._backward(batch)
         if self.copies.looks_ahead and self.step + 1 < self.num_steps:
             # The next batch sets out while the device is still at this one; a checkpoint begins with it.

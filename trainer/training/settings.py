@@ -1,19 +1,36 @@
-"""What one training run is, and the names of what lies in its folder. Needs no torch.
+"""What one training run is, the student it begins with, and the names of what lies in its folder.
 
 A run is composed from a recipe (``presets/NAME.toml`` or a file), command-line flags and
-``--set`` overrides, and written resolved as ``config.json`` beside its outputs.
+``--set`` overrides, and written resolved as ``config.json`` beside its outputs. Needs no torch
+before a student is built.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from shards.errors import UsageError, did_you_mean
-from shards.settings import check_bounds, merge, nested, parse_override, read_toml, resolve, setting
-from trainer.students.configuration import StudentSettings, read_preset
+from shards.provenance import derive_seed
+from shards.settings import (
+    check_bounds,
+    flatten,
+    merge,
+    nested,
+    parse_override,
+    read_toml,
+    resolve,
+    setting,
+    to_mapping,
+)
+from trainer.students.configuration import StudentSettings, read_preset, unread_settings
+
+if TYPE_CHECKING:
+    from shards.store.store import ShardStore
+    from trainer.students.registry import Student
 
 RECIPES = Path(__file__).resolve().parents[1] / "presets"
 AMOUNTS = {"num_steps", "num_epochs"}
@@ -65,6 +82,19 @@ class OptimizationConfig:
 
     def __post_init__(self) -> None:
         check_bounds(self, "optimization")
+
+    def rate_at(self, step: int, num_steps: int) -> float:
+        """Learning rate of optimiser step ``step`` (counted from 0) of ``num_steps``.
+
+        (step + 1) / warmup_steps of the peak during the warm-up; then constant, or a half cosine
+        that reaches 0 at the last step.
+        """
+        if step < self.warmup_steps:
+            return self.learning_rate * (step + 1) / self.warmup_steps
+        if self.schedule == "constant":
+            return self.learning_rate
+        progress = min(1.0, (step - self.warmup_steps) / max(1, num_steps - 1 - self.warmup_steps))
+        return self.learning_rate * 0.5 * (1 + math.cos(math.pi * progress))
 
 
 @dataclass(frozen=True)
@@ -185,3 +215,87 @@ def layered(sources: Iterable[Mapping[str, Any]], overrides: Iterable[str] = ())
             values["training"] = {k: v for k, v in before.items() if k not in AMOUNTS}
         values = merge(values, source)
     return values
+
+
+# What a run begins with, checked against its store; here alone torch is imported.
+
+
+def student_class(name: str) -> type[Student]:
+    """The student of that name; an unknown one is a UsageError with the nearest known one."""
+    from trainer.students.registry import STUDENTS
+
+    if name not in STUDENTS:
+        hint = did_you_mean(name, STUDENTS, f"known students: {sorted(STUDENTS)}")
+        raise UsageError("unknown student", where="student", got=name, remedy=hint)
+    return STUDENTS[name]
+
+
+def build_student(config: RunConfig, store: ShardStore, init_from: Path | None) -> Student:
+    """The student at step 0; initial weights depend on the run seed alone.
+
+    Args:
+        config: The run.
+        store: What it trains on.
+        init_from: A model to begin with; None begins with drawn weights.
+
+    Raises:
+        UsageError: When student, settings, store and first weights do not fit each other.
+    """
+    import torch
+
+    manifest, kind = store.manifest, student_class(config.student)
+    _refuse_idle_settings(config, kind)
+    _require_store(config, store)
+    torch.manual_seed(derive_seed(config.seed, "initial weights"))
+    student = kind.make(config.model, manifest)
+    if init_from is not None:
+        from trainer.initial_weights import load_initial_weights
+
+        load_initial_weights(student, init_from, store)
+    if student.is_conditioned:
+        student.config.codec = dict(manifest.codec)
+    if student.conditioner is not None and config.model.noise.prior_weight:
+        student.conditioner.set_unigram(store.resources["unigram_log_probs"].float())
+    return student
+
+
+def _refuse_idle_settings(config: RunConfig, kind: type[Student]) -> None:
+    """Settings that would be left undone without a word."""
+    model, defaults = (flatten(to_mapping(each)) for each in (config.model, StudentSettings()))
+    idle = dict.fromkeys(unread_settings(kind.reads), f"student {config.student}")
+    if config.model.conditioning == "none":
+        idle |= dict.fromkeys((n for n in model if n.startswith("noise.")), "conditioning=none")
+    if config.model.kd.kind != "token":
+        idle |= dict.fromkeys(("kd.weight", "kd.temperature"), f"kd.kind={config.model.kd.kind}")
+    for name, chosen in sorted(idle.items()):
+        value = model[name] if name in model else getattr(config.model, name)
+        if value != defaults.get(name):
+            what, got = "a setting that this student does not read", f"{value} with {chosen}"
+            remedy = "leave it out, or choose the student that reads it"
+            raise UsageError(what, where=f"model.{name}", got=got, remedy=remedy)
+
+
+def _require_store(config: RunConfig, store: ShardStore) -> None:
+    """Refuse a store that lacks what the student is to learn from."""
+    model, codec = config.model, store.codec
+    for where, is_needed in (
+        ("kd.kind=token", model.kd.kind == "token"),
+        ("noise.prior_share", model.noise.prior_share),
+    ):
+        if is_needed and not codec.is_fresh:
+            what = "the store keeps one draw of the noise, not the teacher's distribution"
+            got, expected = f"codec {codec.name}", "codec posterior or hidden"
+            remedy = "extract with one of them"
+            raise UsageError(what, where=f"model.{where}", got=got, expected=expected, remedy=remedy)
+    draws_anew = codec.is_fresh and model.conditioning == "gumbel"
+    if config.training.num_noise_draws is not None and not draws_anew:
+        got = f"codec {codec.name}, model.conditioning={model.conditioning}"
+        remedy = "leave training.num_noise_draws out, or train with Gumbel noise of a codec that draws anew"
+        raise UsageError("there are no draws to count", where="training.num_noise_draws", got=got, remedy=remedy)
+    mode = store.manifest.tokens.get("mode", "parallel")
+    if model.kd.kind == "sequence" and mode != "sequential":
+        what, remedy = "sequence-level distillation needs rows of the teacher", "gdistill-extract --mode sequential"
+        raise UsageError(what, where="model.kd.kind", got=f"a store of {mode} extraction", remedy=remedy)
+    if model.noise.prior_weight and store.resources.get("unigram_log_probs") is None:
+        remedy = "extract with a codec that keeps it, or set model.noise.prior_weight=0"
+        raise UsageError("the store keeps no corpus unigram", where="model.noise.prior_weight", remedy=remedy)

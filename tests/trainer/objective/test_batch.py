@@ -19,7 +19,7 @@ from tests.trainer.run_cases import LENGTH, teacher_logits, tiny_run, write_stor
 from trainer.objective.batch import Batch, BatchMaker, CopiesAhead, Places, StoredRowNoise
 from trainer.objective.corruption import FULL, corrupt, partly_prior
 from trainer.students.configuration import DiffusionSettings
-from trainer.training.construction import build_student
+from trainer.training.settings import build_student
 
 CPU = torch.device("cpu")
 EVERYWHERE = torch.ones(8, LENGTH, dtype=torch.bool)

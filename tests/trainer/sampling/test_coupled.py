@@ -25,7 +25,7 @@ from trainer.sampling.noise import TokenRule
 from trainer.sampling.registry import make_sampler
 from trainer.sampling.verifier import CausalReader
 from trainer.students.registry import Student
-from trainer.training.construction import build_student
+from trainer.training.settings import build_student
 
 STUDENTS = {
     "mdlm": {},

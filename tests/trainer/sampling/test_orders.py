@@ -29,18 +29,16 @@ IDS = torch.tensor([5, 0, 17, 2, 9])
 @pytest.mark.parametrize("length", [LENGTH, 2 * LENGTH])
 @pytest.mark.parametrize("block_size", [1, 2, 3, 4, 6, 12])
 @pytest.mark.parametrize("conditioning", ["none", "gumbel"])
-@pytest.mark.parametrize("inner", ["ancestral", "first_hitting", "confidence", "redrawn", "ragged"])
+@pytest.mark.parametrize("inner", ["ancestral", "first_hitting", "confidence", "ragged"])
 def test_cache_changes_nothing(
     inner: str, conditioning: str, block_size: int, length: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Logits with and without cache agree within 1e-5 at every step, noise, window and all."""
     student = tiny_student("bd3lm", conditioning, block_size=block_size)
-    tokens, settings = open_rows(student, 3, length), {"inner": inner}
+    tokens, settings = open_rows(student, 3, length), {} if inner == "ragged" else {"inner": inner}
     if inner == "ragged":  # a prompt up to the middle of a block, a whole row, a row with a hole
         tokens[0, 1:5], tokens[1, 1:], tokens[2, 1:10] = 7, 2, 3
         tokens[2, 4] = student.mask_id
-    if inner in ("ragged", "redrawn"):
-        settings = {"redraw_noise": inner == "redrawn" and conditioning == "gumbel"}
     log, predict = [], BlockRows.predict
 
     def spy(self, part):
@@ -73,10 +71,8 @@ def test_one_block_is_a_whole_row() -> None:
     noisy = tiny_student("bd3lm", block_size=LENGTH)
     plain = tiny_student("bd3lm", "none", block_size=LENGTH)
     surest = {"confidence": "probability", "order_temperature": 1.5, "nfe": 3}
-    drawn = []
     for student, inner, settings in (
         (noisy, "ancestral", {"nfe": 5}),
-        (noisy, "ancestral", {"nfe": 5, "redraw_noise": True}),
         (noisy, "first_hitting", {}),
         (noisy, "confidence", surest),
         (plain, "confidence", surest),
@@ -86,8 +82,6 @@ def test_one_block_is_a_whole_row() -> None:
         sampler = make_sampler("block", inner=inner, use_cache=use_cache, **settings)
         block = draw(student, sampler, IDS)
         assert torch.equal(block.tokens, whole.tokens) and torch.equal(block.nfe, whole.nfe), inner
-        drawn.append(block.tokens)
-    assert not torch.equal(drawn[0], drawn[1]), "else noise that is redrawn has no effect here"
 
 
 def test_budget_is_spread_and_counted() -> None:

@@ -27,7 +27,7 @@ from trainer.sampling.registry import make_sampler
 from trainer.sampling.verifier import CausalReader
 from trainer.students.drafter import Drafter
 from trainer.students.registry import Medusa
-from trainer.training.construction import build_student
+from trainer.training.settings import build_student
 
 LONG = 20
 CHANGES: dict[str, dict[str, Any]] = {

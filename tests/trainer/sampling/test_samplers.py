@@ -37,14 +37,12 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "one step": ("ancestral", {"nfe": 1}),
     "nucleus": ("ancestral", {"nfe": 4, "nucleus_p": 0.9}),
     "argmax": ("ancestral", {"nfe": 50, "decision": "argmax", "final_argmax": False}),
-    "redrawn": ("ancestral", {"nfe": 4, "redraw_noise": True}),
     "first-hitting": ("first_hitting", {"nucleus_p": 0.7}),
     "fixed count": ("fixed_count", {"nfe": 3}),
     "confidence": ("confidence", {"nfe": 3}),
     "noisy confidence": ("confidence", {"nfe": 4, "decision": "argmax", "order_temperature": 0.5}),
     "blocks": ("block", {"nfe": 6, "nucleus_p": 0.9}),
     "blocks, one by one": ("block", {"inner": "first_hitting"}),
-    "blocks, redrawn": ("block", {"redraw_noise": True}),
     "blocks without cache": ("block", {"use_cache": False}),
     "sequential": ("sequential", {}),
     "apd": ("apd", {"mixture_weight": 0.5, "nucleus_p": 0.95}),
@@ -57,8 +55,6 @@ def case_of(case: str, conditioning: str, verifier: str) -> tuple[Student, Any]:
     name, settings = CASES[case]
     if name == "apd":
         settings = settings | {"verifier": verifier}
-    if conditioning == "none":
-        settings = {key: value for key, value in settings.items() if key != "redraw_noise"}
     kind = {"block": "bd3lm", "sequential": "ar"}.get(name, "mdlm")
     student = tiny_student(kind, conditioning, block_size=3 if kind == "bd3lm" else None)
     return student, make_sampler(name, **settings)

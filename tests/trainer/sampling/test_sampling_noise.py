@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -32,12 +31,11 @@ from trainer.sampling import noise as draws
 from trainer.sampling.adaptive import AdaptiveSampler
 from trainer.sampling.fill import AncestralSampler
 from trainer.sampling.noise import RowNoise, SampleKeys, TokenRule, sampling_noise
-from trainer.sampling.registry import make_sampler
 from trainer.sampling.stopping import StopRule
 from trainer.students.folder import STUDENT_FILE, export_model, open_model
-from trainer.students.registry import BD3LM, MDLM, Student
+from trainer.students.registry import Student
 from trainer.training.checkpoint import run_identity
-from trainer.training.construction import build_student
+from trainer.training.settings import build_student
 
 TOP_2 = {"name": "topk", "parameters": {"num_entries": 2}}
 IDS = torch.tensor([5, 0, 17])
@@ -61,49 +59,11 @@ def test_every_name_gives_noise_of_its_own() -> None:
     assert are_new([*ours, *arrivals(4, IDS), *arrivals(3, IDS, draw=1), *arrivals(3, IDS + 1)])
 
 
-def test_every_attempt_and_step_has_noise_of_its_own() -> None:
-    use = RowNoise(noise_for(tiny_student(), IDS, 3), LENGTH, 1.0, redraw=True)
-    rows = torch.tensor([2, 0])
-    attempts = [use.of(rows, attempt).noise for attempt in range(3)]
-    seen = [dense_arrivals(noise.redrawn(step)) for noise in attempts for step in range(LENGTH)]
+def test_every_attempt_has_noise_of_its_own() -> None:
+    use, rows = RowNoise(noise_for(tiny_student(), IDS, 3), LENGTH, 1.0), torch.tensor([2, 0])
+    seen = [dense_arrivals(use.of(rows, attempt).noise) for attempt in range(3)]
     assert torch.equal(seen[0].view(2, LENGTH, VOCAB), arrivals(3, IDS)[rows])
     assert are_new(seen)
-
-
-@pytest.mark.parametrize("redraw", [False, True])
-@pytest.mark.parametrize("name", ["ancestral", "block"])
-def test_noise_is_redrawn_at_every_step_or_at_none(name: str, redraw: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    kind, student, settings = {
-        "ancestral": (MDLM, tiny_student(), {"nfe": 6}),
-        "block": (BD3LM, tiny_student("bd3lm", block_size=6), {"use_cache": False}),
-    }[name]
-    seen, original, compared = [], MDLM.predict_at, 0
-
-    def spy(self, tokens, where, condition=None, *rest):
-        seen.append((tokens[0] == self.mask_id, condition.embedding[0]))
-        return original(self, tokens, where, condition, *rest)
-
-    monkeypatch.setattr(kind, "predict_at", spy)
-    draw(student, make_sampler(name, redraw_noise=redraw, **settings), IDS[:1])
-    for (masked, noise), (later, other) in itertools.pairwise(seen):
-        width = min(len(masked), len(later))
-        both = masked[:width] & later[:width]
-        same = (noise[:width][both] == other[:width][both]).all(dim=-1)
-        compared += len(same)
-        assert (~same).all() if redraw else same.all()
-    assert compared >= LENGTH
-
-
-def test_redrawn_noise_is_that_of_the_step() -> None:
-    student = tiny_student()
-    noise = noise_for(student, IDS, 3)
-    masked = torch.ones(3, LENGTH, dtype=torch.bool)
-    rows, steps = torch.tensor([2, 1]), torch.tensor([5, 2])
-    both = RowNoise(noise, LENGTH, 1.0, redraw=True).embed(student, masked[rows], rows, steps=steps)
-    for slot, (row, step) in enumerate(zip(rows, steps, strict=True)):
-        fixed = RowNoise(noise.redrawn(int(step)), LENGTH, 1.0)
-        expected = fixed.embed(student, masked, torch.arange(3)).embedding[row]
-        assert torch.allclose(both.embedding[slot], expected)
 
 
 def test_a_sample_drawn_anew_sees_other_noise() -> None:

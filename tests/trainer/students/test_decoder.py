@@ -28,9 +28,8 @@ from trainer.students.decoder import DecoderBackbone
 from trainer.students.dit import causal_attention, full_attention
 from trainer.students.folder import read_model, weights_sha256
 from trainer.students.registry import MDLM, STUDENTS, Student
-from trainer.training.construction import build_student
 from trainer.training.loop import train
-from trainer.training.settings import RunConfig
+from trainer.training.settings import RunConfig, build_student
 
 NOISE = {
     "model__conditioning": "gumbel",

@@ -22,8 +22,8 @@ from trainer import load_student
 from trainer.students.conditioning import EmbeddedNoise
 from trainer.students.drafter import Drafter, llama_runner, network_runner
 from trainer.students.registry import Medusa
-from trainer.training.construction import build_student
 from trainer.training.loop import Trainer, train
+from trainer.training.settings import build_student
 
 NUM_HEADS = 2
 SIZES: dict[str, Any] = {"vocab_size": 16, "hidden_size": 16, "num_hidden_layers": 2}

@@ -9,8 +9,8 @@ from shards.store.store import ShardStore
 from tests.trainer.run_cases import tiny_run
 from trainer.objective.batch import Batch
 from trainer.students.registry import Student
-from trainer.training.construction import build_student
 from trainer.training.loop import Trainer, Validator
+from trainer.training.settings import build_student
 
 
 def student_of(store: Path, init_from: Path | None = None, **changes: Any) -> Student:

@@ -22,7 +22,7 @@ from tests.trainer.run_cases import VOCAB, write_store
 from tests.trainer.training.cases import first_batch, student_of, trainer_of
 from trainer.students.folder import read_model
 from trainer.students.registry import BD3LM
-from trainer.training.construction import ExponentialMovingAverage, ema_decay, learning_rate
+from trainer.training.checkpoint import ExponentialMovingAverage, ema_decay
 from trainer.training.settings import OptimizationConfig
 
 PLAIN = {"model__conditioning": "none"}
@@ -139,13 +139,13 @@ def test_noise_added_to_a_student_that_has_seen_none_begins_silent_and_learns(
 
 def test_rates() -> None:
     constant = OptimizationConfig(learning_rate=2.0, warmup_steps=4)
-    assert [learning_rate(constant, step, 10) for step in range(6)] == [0.5, 1.0, 1.5, 2, 2, 2]
+    assert [constant.rate_at(step, 10) for step in range(6)] == [0.5, 1.0, 1.5, 2, 2, 2]
     cosine = OptimizationConfig(learning_rate=1.0, warmup_steps=2, schedule="cosine")
-    rates = [learning_rate(cosine, step, 13) for step in range(13)]
+    rates = [cosine.rate_at(step, 13) for step in range(13)]
     assert [rates[2], rates[7], rates[12]] == pytest.approx([1.0, 0.5, 0.0])
     assert all(later < earlier for earlier, later in pairwise(rates[2:]))
     long = OptimizationConfig(learning_rate=1.0, warmup_steps=100, schedule="cosine")
-    assert learning_rate(long, 9, 10) == pytest.approx(0.1), "it never reaches the peak"
+    assert long.rate_at(9, 10) == pytest.approx(0.1), "it never reaches the peak"
 
 
 def test_the_moving_average() -> None:

@@ -23,8 +23,7 @@ from shards.errors import GdistillError, IntegrityError, UsageError
 from shards.interrupts import Stopped
 from shards.store.store import ShardStore
 from tests.trainer.run_cases import assert_same_run, tiny_run, write_store
-from trainer.training.checkpoint import FILES, CheckpointFolder, Trainee
-from trainer.training.construction import ExponentialMovingAverage, make_optimizer
+from trainer.training.checkpoint import FILES, CheckpointFolder, ExponentialMovingAverage, Trainee, make_optimizer
 from trainer.training.loop import StepWindow, Trainer, train
 from trainer.training.resume import read_state, restore
 from trainer.training.settings import OptimizationConfig, RunConfig
