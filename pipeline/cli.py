@@ -112,7 +112,10 @@ def extract(
     """
     use_log_format(log_format)
     figures = PlanOptions(rate, tokens, price)
-    figures.check(plan, dry_run)
+    if not plan and figures != PlanOptions():
+        raise UsageError("an option of --plan without it", where="--rate, --tokens or --price", remedy="add --plan")
+    if plan and dry_run:
+        raise UsageError("--plan and --dry-run exclude each other")
     if corpus is not None and from_logprobs is not None:
         what, where = "scored rows are their own corpus", "--from-logprobs"
         got, remedy = f"--corpus {corpus} too", "leave --corpus out"
@@ -140,9 +143,9 @@ def extract(
     request = resolve_request(out, options, overrides or [], config)
     process = Worker.from_environment(worker, workers)
     if plan:
-        from pipeline.plan import make_plan
+        from pipeline.plan import plan_lines
 
-        lines = make_plan(request, figures).lines()
+        lines = plan_lines(request, figures)
     elif dry_run:
         from pipeline.plan import what_would_be_done
 

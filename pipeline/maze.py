@@ -227,7 +227,7 @@ def maze_tokenizer(model_max_length: int = DEFAULT_MAX_MOVES + 2) -> PreTrainedT
 
 @dataclass(frozen=True)
 class MazeTeacherConfig:
-    """Shape and schedule of the teacher; the defaults are the full protocol's.
+    """Shape and schedule of the teacher.
 
     Attributes:
         learning_rate: Peak of a linear warm-up and cosine decay (AdamW).
@@ -250,9 +250,8 @@ class MazeTeacherConfig:
             raise UsageError(what, where="maze teacher", got=got, expected=f"2 x {self.num_heads}")
 
 
-def demo_teacher_config(seed: int = 0) -> MazeTeacherConfig:
-    """A smaller teacher for a quick walk through the system."""
-    return MazeTeacherConfig(4, hidden_size=64, num_steps=300, learning_rate=4e-3, seed=seed)
+TEACHERS = {"full": MazeTeacherConfig(), "demo": MazeTeacherConfig(4, 8, 64, num_steps=300, learning_rate=4e-3)}
+"""The full protocol's, and a smaller one for a quick walk through the system."""
 
 
 @dataclass(frozen=True)

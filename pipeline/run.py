@@ -145,9 +145,7 @@ def known_teacher(request: ExtractRequest, weights: bool = False) -> PretrainedF
         layout, location = own_teacher(request)
         from pipeline import maze
 
-        is_demo = asked.preset == "demo"
-        config = maze.demo_teacher_config() if is_demo else maze.MazeTeacherConfig()
-        config = replace(config, seed=request.corpus.seed)
+        config = replace(maze.TEACHERS[asked.preset], seed=request.corpus.seed)
         with file_claim(request.out / ".teacher.lock", wait=True):
             maze.train_maze_teacher(maze.load_maze(layout), location, config)
     trusted = asked.trust_remote_code

@@ -19,7 +19,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -198,24 +197,12 @@ class PlanOptions:
         price: Price of an hour of one process, in whatever currency.
     """
 
-    rate: float | None = None
-    tokens: float | None = None
-    price: float | None = None
+    rate: float | None = setting(None, within="(0, inf)")
+    tokens: float | None = setting(None, within="(0, inf)")
+    price: float | None = setting(None, within="(0, inf)")
 
     def __post_init__(self) -> None:
-        for name, value in vars(self).items():
-            if value is not None and not 0 < value < math.inf:
-                where, expected = f"--{name}", "a number above 0"
-                raise UsageError("out of range", where=where, got=value, expected=expected)
-
-    def check(self, plan: bool, dry_run: bool) -> None:
-        """Refuse figures without ``--plan``, and ``--plan`` with ``--dry-run``: a UsageError."""
-        given = [f"--{name}" for name, value in vars(self).items() if value is not None]
-        if given and not plan:
-            remedy = "add --plan, or leave it"
-            raise UsageError("an option of --plan without it", where=given[0], remedy=remedy)
-        if plan and dry_run:
-            raise UsageError("--plan and --dry-run exclude each other")
+        check_bounds(self, "--plan")
 
 
 @dataclass(frozen=True)
