@@ -24,8 +24,6 @@ import requests
 import torch
 
 from benchmarks.serving import Engine
-from pipeline.engine import run_scored
-from pipeline.run import run_extraction
 from pipeline.settings import Worker, resolve_request
 from shards.store.store import ShardStore
 
@@ -43,7 +41,7 @@ def extract(out: Path, text: Path, codec: Mapping[str, Any], teacher: Mapping[st
         **teacher,
     }
     request = resolve_request(out, given)
-    (run_scored if request.is_scored else run_extraction)(request, Worker())
+    run(request, Worker())
     return ShardStore.open(out / "store")
 
 

@@ -104,7 +104,7 @@ class Case:
 
     def manifest(self, codec: Codec) -> Manifest:
         """Shards of a quarter of the rows, so that writing can overlap."""
-        arrays = codec.array_specs(self.teacher.vocab_size, self.teacher.hidden_size)
+        arrays = codec.array_specs(self.teacher.vocab_size, self.teacher.files.hidden_size)
         length = self.rows.shape[1]
         shard = max(1, len(self.rows) // 4)
         chunk, shard = rows_per_unit(length, arrays, StoreSettings(rows_per_shard=shard))

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from pipeline.settings import PlanOptions, Worker, resolve_request
+from pipeline.settings import ExtractRequest, PlanOptions, Worker, resolve_request
 from shards.console import LogFormatOption, command_app, run_command, use_log_format
 from shards.errors import UsageError
 from shards.settings_table import Section, settings_app
@@ -85,11 +85,10 @@ def extract(
     strict: Annotated[
         bool, typer.Option("--strict", help="Refuse a store begun on other hardware or software.")
     ] = False,
-    plan: Annotated[bool, typer.Option("--plan", help="Tokens, bytes, hours; run nothing.")] = False,
+    plan: Annotated[bool, typer.Option("--plan", help="Tokens, bytes, hours, what is done; run nothing.")] = False,
     rate: Annotated[float | None, typer.Option(help="For --plan: tokens/s of a process.")] = None,
     tokens: Annotated[float | None, typer.Option(help="For --plan: tokens of the corpus.")] = None,
     price: Annotated[float | None, typer.Option(help="For --plan: price of an hour.")] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be done.")] = False,
     log_format: LogFormatOption = "plain",
 ) -> None:
     """Run the teacher once over a corpus and store what students learn from.
@@ -114,15 +113,11 @@ def extract(
     figures = PlanOptions(rate, tokens, price)
     if not plan and figures != PlanOptions():
         raise UsageError("an option of --plan without it", where="--rate, --tokens or --price", remedy="add --plan")
-    if plan and dry_run:
-        raise UsageError("--plan and --dry-run exclude each other")
     if corpus is not None and from_logprobs is not None:
-        what, where = "scored rows are their own corpus", "--from-logprobs"
-        got, remedy = f"--corpus {corpus} too", "leave --corpus out"
-        raise UsageError(what, where=where, got=got, remedy=remedy)
-    if (plan or dry_run) and (engine or from_logprobs) is not None:
-        what = "--plan and --dry-run are for a teacher that runs here"
-        where = "--from-logprobs" if engine is None else "--engine"
+        what, got = "scored rows are their own corpus", f"--corpus {corpus} too"
+        raise UsageError(what, where="--from-logprobs", got=got, remedy="leave --corpus out")
+    if plan and (engine or from_logprobs) is not None:
+        what, where = "--plan is for a teacher that runs here", "--engine" if engine else "--from-logprobs"
         remedy = "try it with --rows 100: what is done stays, and the report says bytes and rate"
         raise UsageError(what, where=where, remedy=remedy)
     options: dict[str, Any] = {
@@ -145,20 +140,16 @@ def extract(
     if plan:
         from pipeline.plan import plan_lines
 
-        lines = plan_lines(request, figures)
-    elif dry_run:
-        from pipeline.plan import what_would_be_done
-
-        lines = what_would_be_done(request, process)
-    elif request.is_scored:
-        from pipeline.engine import run_scored
-
-        lines = run_scored(request, process)
+        typer.echo("\n".join(plan_lines(request, figures, process)))
     else:
-        from pipeline.run import run_extraction
+        _run(request, process)
 
-        lines = run_extraction(request, process)
-    if lines:
+
+def _run(request: ExtractRequest, worker: Worker, tokens_only: bool = False) -> None:
+    """The run, or stage 1 of it, and what there is to say at the end."""
+    from pipeline.engine import run  # late: it waits for torch
+
+    if lines := run(request, worker, tokens_only):
         typer.echo("\n".join(lines))
 
 
@@ -188,11 +179,7 @@ def tokens(
         "store": {"rows": rows},
     }
     request = resolve_request(out, options, overrides or [], config)
-    if request.is_scored:
-        from pipeline.engine import run_tokens
-    else:
-        from pipeline.run import run_tokens
-    typer.echo("\n".join(run_tokens(request, Worker())))
+    _run(request, Worker(), tokens_only=True)
 
 
 @complete_app.command()
@@ -229,11 +216,7 @@ def complete(
         "store": {"location": store},
     }
     request = resolve_request(out, options, overrides or [])
-    from pipeline.run import run_extraction
-
-    lines = run_extraction(request, Worker.from_environment(worker, workers))
-    if lines:
-        typer.echo("\n".join(lines))
+    _run(request, Worker.from_environment(worker, workers))
 
 
 @references_app.command()

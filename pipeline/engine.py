@@ -43,14 +43,23 @@ from transformers import PreTrainedTokenizerBase
 from pipeline.corpus.config import scheme_of
 from pipeline.corpus.documents import Tally
 from pipeline.extract import ShardWork, resources_on, with_position_0
-from pipeline.run import begin_store, build_manifest, corpus_lines, corpus_unigram, report, run_extraction, tokenize
+from pipeline.run import (
+    begin_store,
+    build_manifest,
+    check_teacher,
+    corpus_lines,
+    corpus_unigram,
+    known_teacher,
+    report,
+    run_extraction,
+    tokenize,
+)
 from pipeline.scored import ScoredRow, ScoreFiles, row_of_response, same_length
 from pipeline.settings import EngineSettings, ExtractRequest, Worker
 from pipeline.teacher import RawLogits, Teacher
-from pipeline.tokens.build import check_identity
-from pipeline.tokens.dataset import PartWriter, TokenDataset, write_record
+from pipeline.tokens.dataset import PartWriter, TokenDataset, check_identity, publish_rows
 from pipeline.tokens.tokenizer import load_tokenizer, tokenizer_sha256
-from shards.atomic import publish_folder, require_writable, write_json_atomic
+from shards.atomic import require_writable, write_json_atomic
 from shards.codec.posterior import PosteriorCodec
 from shards.console import Bar
 from shards.errors import GdistillError, UsageError
@@ -84,15 +93,18 @@ class Engine:
         key = os.environ.get(settings.api_key_variable)
         if key:
             self._session.headers["Authorization"] = f"Bearer {key}"
-        # Who is there is asked by one who waits; scores, by a run that would lose its pace.
-        scores = PATHS[settings.dialect], settings.max_tries, 0.5, 0.25
-        for path, tries, factor, jitter in (("/", 3, 0.1, 0.0), scores):
-            pause = {"backoff_factor": factor, "backoff_jitter": jitter, "backoff_max": 60}
-            again = {"status_forcelist": (429, 500, 502, 503, 504), "allowed_methods": None}
-            most = min(tries, settings.max_tries) - 1
-            retry = urllib3.Retry(most, **pause, **again, raise_on_status=False)
-            pool = {"pool_maxsize": settings.in_flight, "pool_block": True}
-            self._session.mount(self._base + path, HTTPAdapter(**pool, max_retries=retry))
+        retry = urllib3.Retry(
+            settings.max_tries - 1,
+            connect=min(2, settings.max_tries - 1),  # who is not there is known at once
+            backoff_factor=0.5,
+            backoff_jitter=0.25,
+            backoff_max=60,
+            status_forcelist=(429, 500, 502, 503, 504),
+            allowed_methods=None,
+            raise_on_status=False,
+        )
+        adapter = HTTPAdapter(pool_maxsize=settings.in_flight, pool_block=True, max_retries=retry)
+        self._session.mount(self._base, adapter)
 
     @cached_property
     def _card(self) -> Mapping[str, Any]:
@@ -252,8 +264,7 @@ def _states_of(response: Mapping[str, Any], sent: list[int], where: str, dtype: 
     """What vLLM wrote of one request; the file is deleted once it is known to be that."""
     path = (response.get("kv_transfer_params") or {}).get("hidden_states_path")
     if not isinstance(path, str):
-        what = "the engine gives no hidden states"
-        raise UsageError(what, where=where, got=sorted(response), remedy=STATES_PAGE)
+        raise UsageError("the engine gives no hidden states", where=where, got=sorted(response), remedy=STATES_PAGE)
     try:
         with open(f"{path}.lock") as lock:
             fcntl.flock(lock, fcntl.LOCK_SH)  # the engine's while it writes
@@ -343,17 +354,40 @@ Prepared = tuple[Fetch, dict[str, Any], TokenDataset]
 """Where scores come from, their identity for the manifest, and the rows."""
 
 
-def run_scored(request: ExtractRequest, worker: Worker) -> list[str]:
-    """Do whatever of the run is not done yet; what there is to say at the end.
+def run(request: ExtractRequest, worker: Worker, tokens_only: bool = False) -> list[str]:
+    """Do whatever of the run is not done yet, wherever its teacher runs; what there is to say at the end.
+
+    Args:
+        request: What is asked for.
+        worker: This process.
+        tokens_only: Stage 1 alone: of a teacher no weights are read.
 
     Raises:
-        UsageError: If the request does not fit an engine's scores.
-        GdistillError: If scores cannot be used or the engine fails; finished shards are kept.
+        UsageError: If the request cannot be met, or differs from what is there.
+        GdistillError: If the corpus or scores cannot be used, or the engine fails; finished shards
+            are kept.
     """
+    if tokens_only:
+        require_writable(request.out)
+        if not request.is_scored:
+            request, tokenizer = check_teacher(request, known_teacher(request))
+        elif request.settings.engine.url is None:
+            raise UsageError("scored rows are tokens already", where="--corpus")
+        else:
+            tokenizer = _require_tokenizer(request)
+            _, request = _checked_engine(request, tokenizer)
+        dataset = tokenize(request, tokenizer, worker)
+        return [f"tokens {dataset.path}", *corpus_lines(dataset)] if worker.is_main else []
+    if not request.is_scored:
+        return run_extraction(request, worker)
     if request.settings.mode != "parallel":
         raise UsageError("an engine scores rows, it writes none", where="--mode", got="sequential")
     if request.settings.has_states:
         return _run_states(request, worker)
+    return _run_scored(request, worker)
+
+
+def _run_scored(request: ExtractRequest, worker: Worker) -> list[str]:
     started = time.monotonic()
     tokenizer = _require_tokenizer(request)
     codec = _require_posterior(request, len(tokenizer))
@@ -371,22 +405,6 @@ def run_scored(request: ExtractRequest, worker: Worker) -> list[str]:
     seconds = time.monotonic() - started - work.seconds_waiting
     lines = report(request, dataset, writer, work.num_extracted_tokens, seconds)
     return lines if worker.is_main else []
-
-
-def run_tokens(request: ExtractRequest, worker: Worker) -> list[str]:
-    """Stage 1 alone, as :func:`run_scored` would do it.
-
-    Raises:
-        UsageError: If the request cannot be met, or differs from what is there.
-        GdistillError: If the corpus cannot be read, or the engine does not answer.
-    """
-    require_writable(request.out)
-    if request.settings.engine.url is None:
-        raise UsageError("scored rows are tokens already", where="--corpus")
-    tokenizer = _require_tokenizer(request)
-    _, request = _checked_engine(request, tokenizer)
-    dataset = tokenize(request, tokenizer, worker)
-    return [f"tokens {dataset.path}", *corpus_lines(dataset)] if worker.is_main else []
 
 
 def _require_posterior(request: ExtractRequest, vocab_size: int) -> PosteriorCodec:
@@ -468,9 +486,7 @@ def _write_given_rows(
             parts[split] = [part for part in [*closed, writer.close()] if part is not None]
         counts = {split: {"num_dropped_tokens": 0, **asdict(Tally())} for split in parts}
         border_ids = {"bos_id": tokenizer.bos_token_id, "eos_id": tokenizer.eos_token_id}
-        write_record(work, parts, counts, identity, corpus, tokenizer, border_ids)
-        publish_folder(work, done)
-        return TokenDataset.open(done)
+        return publish_rows(out, parts, counts, identity, corpus, tokenizer, border_ids)
 
 
 def _ask_engine(request: ExtractRequest, tokenizer: PreTrainedTokenizerBase, worker: Worker) -> Prepared:

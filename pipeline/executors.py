@@ -31,11 +31,8 @@ class ExtractStep:
 
     def __call__(self, data: Iterable[Any] | None = None, rank: int = 0, world_size: int = 1) -> Iterator[Any]:
         yield from data or ()
-        from pipeline import engine, run  # late: a launcher needs no torch
+        from pipeline.engine import run  # late: a launcher needs no torch
 
         request = resolve_request(Path(self.out), self.options)
-        both = engine.run_scored if request.is_scored else run.run_extraction
-        tokens = engine.run_tokens if request.is_scored else run.run_tokens
-        steps = tokens if self.tokens_only else both
-        for line in steps(request, Worker.from_environment(rank, world_size)):
+        for line in run(request, Worker.from_environment(rank, world_size), self.tokens_only):
             print(line)

@@ -6,14 +6,10 @@
     "encode"        log-softmax, codec, copy to the host of batch k -> the shard's arrays
     "store"         compress and write the shard before -> release its claim
 
-A shard is encoded whole, then written at once. Where a batch begins and ends is fixed within a
-shard, so the bytes do not depend on who computes it or what was interrupted. Another batch size
-changes nothing but the rounding of the teacher's float arithmetic.
-
-There is no coordination of processes but the ledger and the claims of shards. Every process begins
-with its own share, then takes up what nobody is working on. What others hold it comes back to at
-the end, and stays until each such shard is finished or, its holder dead, can be taken over: a
-process that ends without an error leaves a complete store.
+Where a batch begins and ends is fixed within a shard, so the bytes do not depend on who computes it
+or what was interrupted. Processes share nothing but the ledger and the claims of shards: each begins
+with its own share, then takes up what nobody is working on, and stays until every shard is finished
+or, its holder dead, can be taken over. One that ends without an error leaves a complete store.
 """
 
 from __future__ import annotations
@@ -63,14 +59,7 @@ float32: 9.3e-5, with stories260K on 65,536 tokens of text, log p down to -32.""
 
 @dataclass(kw_only=True)
 class ShardWork(ABC):
-    """Writes the shards of a store that no other process writes.
-
-    Attributes:
-        codec: What is stored of the teacher's distribution.
-        resources: The store's, where the codec encodes.
-        stop: Asked between two pieces of work.
-        seconds_waiting: Time spent with nothing to do but wait for other processes.
-    """
+    """Writes the shards of a store that no other process writes; ``resources`` lie where the codec encodes."""
 
     writer: ShardWriter
     codec: Codec
@@ -80,11 +69,7 @@ class ShardWork(ABC):
     seconds_waiting: float = 0.0
 
     def write_all(self, worker: Worker, stage: str) -> None:
-        """Do the pending shards behind a progress bar; returns when all are done by somebody.
-
-        Raises:
-            Stopped: With what remains.
-        """
+        """Do the pending shards behind a progress bar; returns when all are done by somebody."""
         writer, manifest, pending = self.writer, self.writer.manifest, self.writer.all_pending()
         total = sum(manifest.splits.values()) * manifest.row_length
         done = total - sum(map(self.num_tokens, pending))
@@ -93,18 +78,11 @@ class ShardWork(ABC):
             try:
                 self.run(pending, worker, shown)
             except Stopped as error:
-                got = f"{len(writer.all_pending())} shards still to do"
-                remedy = "run the same command again to finish"
-                where = writer.location.url
-                raise Stopped(error.what, where=where, got=got, remedy=remedy) from error
+                got, remedy = f"{len(writer.all_pending())} shards still to do", "run the same command again to finish"
+                raise Stopped(error.what, where=writer.location.url, got=got, remedy=remedy) from error
 
     def run(self, shards: list[ShardRange], worker: Worker, bar: Bar) -> None:
-        """Write every shard that no other process finishes; free ones in this worker's order.
-
-        Raises:
-            Stopped: If the process was asked to end; shards not in the ledger are not begun.
-            GdistillError: For rows or scores that cannot be used, or storage that fails.
-        """
+        """Write every shard that no other process finishes; free ones in this worker's order."""
         held = worker.order(shards)
         while held := [shard for shard in held if not self._take(shard, bar)]:
             self.settle()
@@ -147,15 +125,10 @@ class ShardWork(ABC):
 
 
 class Background:
-    """A bounded, ordered worker thread. The first error of a task is raised at the next call.
+    """A bounded, ordered worker thread; torch and compressors release the interpreter lock.
 
-    Torch and compressors release the interpreter lock, so a thread is enough to let encoding,
-    compression and writing run while the next forward pass computes. Leaving the context finishes
-    what was handed over; after a task has failed, nothing more.
-
-    Args:
-        name: Of the thread.
-        limit: Most unfinished tasks that were reserved.
+    The first error of a task is raised at the next call, and no later task runs. Leaving the context
+    finishes what was handed over. ``limit`` is the most unfinished tasks that were reserved.
     """
 
     def __init__(self, name: str, limit: int) -> None:
@@ -212,11 +185,7 @@ class Background:
 
 
 def to_host(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The same tensors on the CPU, complete when this returns.
-
-    On a GPU the copies go to pinned memory on a stream of their own, so that kernels of the next
-    batch run meanwhile.
-    """
+    """The same tensors on the CPU, complete when this returns; kernels of the next batch run meanwhile."""
     device = next((tensor.device for tensor in tensors.values() if tensor.is_cuda), None)
     if device is None:
         return dict(tensors)
@@ -250,12 +219,7 @@ def resources_on(device: torch.device, arrays: dict[str, np.ndarray]) -> dict[st
 
 @dataclass(kw_only=True)
 class Extractor(ShardWork):
-    """Asks a teacher that runs here; see :meth:`run`.
-
-    Attributes:
-        read_rows: Where rows come from.
-        process: Applied to the teacher's distribution before it is stored (temperature, nucleus).
-    """
+    """Asks a teacher that runs here; ``process`` is its temperature and nucleus, before anything is stored."""
 
     teacher: Teacher
     read_rows: ReadRows
@@ -349,8 +313,8 @@ class Extractor(ShardWork):
 
         if self._encoded is None:  # on a CPU few enough for their temporaries to stay in its cache
             elements = raw.logits[0].numel()
-            few = max(1, CPU_PART_ELEMENTS // elements)
-            self._encoded = BatchSize(largest_batch(elements, raw.logits.device) if raw.logits.is_cuda else few)
+            most = largest_batch(elements, raw.logits.device)
+            self._encoded = BatchSize(most if raw.logits.is_cuda else max(1, CPU_PART_ELEMENTS // elements))
         in_batches(work, len(raw.logits), self._encoded)
         bar.advance(raw.tokens.shape[0] * (raw.tokens.shape[1] + 1))
 
@@ -370,20 +334,14 @@ class Extractor(ShardWork):
 class ComputeEnvironment:
     """What decides the last bits of a forward pass.
 
-    The workers of one store compute alike: the first one's environment is recorded, and others
-    take over threads and rows of a forward pass. The rest they can only have or not; one that
-    differs there computes the same log-probabilities within rounding, so it says so.
+    The first worker's is recorded, and others take over threads and rows of a pass. The rest they
+    can only have or not; one that differs there says so.
 
     Attributes:
         device: ``cpu``, or the GPU's name; ``4 x`` before it where the teacher lies on several.
         threads: CPU threads of a forward pass; 0 on a GPU.
-        rows_per_pass: Rows of a forward pass.
         kernels: Instruction set of the CPU's kernels; on a GPU, whether TF32 is allowed, and where
             the noise kernel could not be compiled.
-        attention: Attention kernel by transformers' name.
-        compiled: Whether the model runs through ``torch.compile``.
-        torch: Version.
-        transformers: Version.
     """
 
     device: str
@@ -396,9 +354,9 @@ class ComputeEnvironment:
     transformers: str
 
     def difference(self, other: Mapping[str, Any]) -> str:
-        """``name value, was value`` of every field that differs; empty if none does."""
-        differing = [(name, v) for name, v in asdict(self).items() if v != other.get(name)]
-        return ", ".join(f"{name} {value} (was {other.get(name)})" for name, value in differing)
+        """``name value (was value)`` of every field that differs; empty if none does."""
+        pairs = ((name, value, other.get(name)) for name, value in asdict(self).items())
+        return ", ".join(f"{name} {value} (was {was})" for name, value, was in pairs if value != was)
 
 
 def settle_environment(writer: ShardWriter, settings: ExtractSettings, teacher: Teacher) -> ComputeEnvironment:

@@ -34,7 +34,7 @@ from shards.noise.nucleus import truncate_to_nucleus
 from shards.noise.philox import PositionKeys
 from shards.provenance import derive_seed
 
-LEAST_CPU_ROWS, CPU_ROWS, GPU_ROWS = 32, 128, 512
+CPU_ROWS, GPU_ROWS = 128, 512
 CPU_CACHE_BYTES = 4 << 30
 GPU_CACHE_SHARE = 0.5
 """Of what the weights leave; a cache is copied as it grows, one layer at a time."""
@@ -123,32 +123,23 @@ def rows_at_once(teacher: Teacher, row_length: int) -> int:
 
     A step costs a small model more for being a step than for its rows: on one core stories260K
     writes 1.7 times as many rows per second at 128 rows as at 32, and hardly more at 512. The keys
-    and values of a large model's rows are what takes memory, and on a GPU the distributions of a
-    step: fewer rows there.
+    and values of a large model's rows are what takes memory (heads may share theirs), and on a GPU
+    the distributions of a step.
     """
-    weights, files = [*teacher.model.parameters()], teacher.files
-    shape = files.text_config, teacher.hidden_size, weights[0].element_size()
-    cache_bytes = row_length * cached_token_bytes(*shape)
-    weight_bytes = sum(weight.numel() * weight.element_size() for weight in weights)
-    return rows_that_fit(teacher.device, cache_bytes, files.num_logits, weight_bytes)
-
-
-def rows_that_fit(device: Any, cache_bytes: int, num_logits: int, weight_bytes: int) -> int:
-    """Rows whose keys and values (``cache_bytes`` each) and steps fit beside the weights."""
-    if device.type != "cuda":
-        return max(LEAST_CPU_ROWS, min(CPU_ROWS, CPU_CACHE_BYTES // cache_bytes))
-    total = torch.cuda.get_device_properties(device).total_memory
-    row_bytes = cache_bytes + STEP_BYTES_PER_LOGIT * num_logits
-    return max(1, min(GPU_ROWS, int(GPU_CACHE_SHARE * (total - weight_bytes)) // row_bytes))
-
-
-def cached_token_bytes(config: Any, hidden_size: int, element_bytes: int) -> int:
-    """Keys and values of one token in all layers; heads may share theirs."""
+    files, weights = teacher.files, [*teacher.model.parameters()]
+    config: Any = files.text_config
     num_heads = int(getattr(config, "num_attention_heads", 0) or 1)
     num_shared = int(getattr(config, "num_key_value_heads", 0) or num_heads)
-    head_width = int(getattr(config, "head_dim", 0) or hidden_size // num_heads)
+    head_width = int(getattr(config, "head_dim", 0) or files.hidden_size // num_heads)
     layers = int(getattr(config, "num_hidden_layers", 1))
-    return 2 * layers * num_shared * head_width * element_bytes
+    row_bytes = 2 * row_length * layers * num_shared * head_width * weights[0].element_size()
+    budget, most = CPU_CACHE_BYTES, CPU_ROWS
+    if teacher.device.type == "cuda":
+        taken = sum(weight.numel() * weight.element_size() for weight in weights)
+        total = torch.cuda.get_device_properties(teacher.device).total_memory
+        budget, most = int(GPU_CACHE_SHARE * (total - taken)), GPU_ROWS
+        row_bytes += STEP_BYTES_PER_LOGIT * files.num_logits
+    return max(1, min(most, budget // row_bytes))
 
 
 def marked_answers(tokens: Int[Tensor, "b l"], given: Int[Tensor, "b l"], ends: Collection[int]) -> Int[Tensor, "b l"]:

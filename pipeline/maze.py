@@ -18,9 +18,7 @@ import shutil
 import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -30,7 +28,6 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from transformers.utils import logging as transformers_logging
 
-from pipeline.corpus.sources import Known, RawDocument, Source
 from shards.atomic import publish_folder, write_json_atomic
 from shards.console import progress_bar
 from shards.errors import UsageError, did_you_mean
@@ -181,32 +178,10 @@ def draw_documents(maze: MazeLayout, num_documents: int, seed: int, split: str) 
     return [documents[index] for index in chosen.tolist()]
 
 
-@dataclass(frozen=True)
-class MazePaths(Source):
-    """The documents of a split of a layout."""
-
-    maze: MazeLayout
-    num_documents: int
-    seed: int
-    split: str
-
-    @classmethod
-    def of(cls, layout: str, seed: int, split: str) -> MazePaths:
-        return cls(load_maze(layout), NUM_DOCUMENTS[split], seed, split)
-
-    @cached_property
-    def _documents(self) -> list[str]:
-        return draw_documents(self.maze, self.num_documents, self.seed, self.split)
-
-    def count(self) -> int:
-        return self.num_documents
-
-    def documents(self, start: int, stop: int) -> Iterator[RawDocument]:
-        for index, document in enumerate(self._documents[start:stop], start):
-            yield RawDocument(document, f"maze:{self.maze.name}", index)
-
-    def identity(self, known: Known = MappingProxyType({})) -> list[dict[str, Any]]:
-        return [{**self.maze.artifact(), "seed": self.seed, "num_documents": self.num_documents}]
+def maze_documents(layout: str, seed: int, split: str) -> tuple[list[str], dict[str, Any]]:
+    """The documents of a split, and what tells them from others, JSON-ready."""
+    maze, count = load_maze(layout), NUM_DOCUMENTS[split]
+    return draw_documents(maze, count, seed, split), {**maze.artifact(), "seed": seed, "num_documents": count}
 
 
 def maze_tokenizer(model_max_length: int = DEFAULT_MAX_MOVES + 2) -> PreTrainedTokenizerFast:
@@ -262,16 +237,17 @@ class MazeTeacherReport:
         path_probabilities: The teacher's probability of each path, in ``MazeLayout.paths()`` order.
         total_variation: Distance to the uniform distribution over the paths; probability that
             leaves the set of paths counts.
-        total_variation_to_corpus: The same to the paths' shares in the training rows.
         loss_nats: Mean negative log-likelihood of a training row.
         entropy_nats: Entropy of the paths' shares in the training rows: the least possible loss.
     """
 
     path_probabilities: tuple[float, ...]
     total_variation: float
-    total_variation_to_corpus: float
     loss_nats: float
     entropy_nats: float
+
+
+FIGURES = ("total_variation", "loss_nats", "entropy_nats")
 
 
 def path_rows(paths: list[Moves], row_length: int) -> Int[Tensor, "n l"]:
@@ -332,7 +308,7 @@ def _finished(out: Path, settings: dict[str, Any]) -> MazeTeacherReport:
                 remedy = "choose another folder or remove this one"
                 raise UsageError(what, where=where, got=found, expected=value, remedy=remedy)
     report = record["report"]
-    return MazeTeacherReport(tuple(report.pop("path_probabilities")), **report)
+    return MazeTeacherReport(tuple(report["path_probabilities"]), **{name: report[name] for name in FIGURES})
 
 
 def _train(maze: MazeLayout, config: MazeTeacherConfig) -> tuple[LlamaForCausalLM, MazeTeacherReport]:
@@ -396,16 +372,10 @@ def _report(model: LlamaForCausalLM, maze: MazeLayout, rows: Int[Tensor, "n l"])
     model_probs = row_log_probs(model, paths).double().exp()
     shares = (rows[:, None] == paths[None]).all(-1).double().mean(0)
     seen = shares > 0
+    outside = (1 - model_probs.sum()).clamp(min=0)  # what the model gives to no path
     return MazeTeacherReport(
         path_probabilities=tuple(model_probs.tolist()),
-        total_variation=_total_variation(model_probs, torch.full_like(shares, 1 / len(paths))),
-        total_variation_to_corpus=_total_variation(model_probs, shares),
+        total_variation=(((model_probs - 1 / len(paths)).abs().sum() + outside) / 2).item(),
         loss_nats=-(shares[seen] * model_probs[seen].log()).sum().item(),
         entropy_nats=-(shares[seen] * shares[seen].log()).sum().item(),
     )
-
-
-def _total_variation(model_probs: Float[Tensor, "n"], target: Float[Tensor, "n"]) -> float:
-    """Half the L1 distance; what the model puts outside the n paths belongs to it."""
-    outside = (1 - model_probs.sum()).clamp(min=0)
-    return (((model_probs - target).abs().sum() + outside) / 2).item()

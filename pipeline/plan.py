@@ -33,8 +33,7 @@ from shards.language_model.forward import resolve_device
 from shards.language_model.loading import PretrainedFiles, check_device_map, not_causal_lm
 from shards.provenance import generator
 from shards.store.layout import encode_shard
-from shards.store.location import open_location
-from shards.store.manifest import MANIFEST_FILE, Manifest
+from shards.store.manifest import Manifest
 from shards.store.store import ShardStore
 
 H100_FLOPS, UTILISATION = {"bfloat16": 989e12, "float32": 67e12}, 0.4
@@ -46,25 +45,24 @@ def _amount(value: float) -> str:
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
-def planned_teacher(request: ExtractRequest) -> PretrainedFiles | None:
-    """What the teacher's small files say; None for a maze's own, which this run will train."""
-    if request.settings.teacher.location is None and not own_teacher(request)[1].exists():
-        return None
-    return known_teacher(request)
-
-
-def plan_lines(request: ExtractRequest, known: PlanOptions) -> list[str]:
-    """The figures, for people.
+def plan_lines(request: ExtractRequest, known: PlanOptions, worker: Worker) -> list[str]:
+    """The figures, for people, and what is done already.
 
     Args:
         request: What would be run.
         known: What the user knows better.
+        worker: This process.
 
     Raises:
-        UsageError: If the teacher cannot be found or does not fit, or the corpus cannot be read.
+        UsageError: If the corpus cannot be read, or the run would be refused before its first stage:
+            by the same checks.
         GdistillError: If an earlier run's figures are there and cannot be read.
     """
-    files, asked = planned_teacher(request), request.settings.teacher
+    resolve_device(worker.device(request.settings.device))
+    is_begun, asked, files = require_store_place(request.store), request.settings.teacher, None
+    check_device_map(asked.device_map)
+    if asked.location is not None or own_teacher(request)[1].exists():
+        files = known_teacher(request)
     if files is None:
         from pipeline.maze import TEACHERS, TOKENS
 
@@ -96,10 +94,15 @@ def plan_lines(request: ExtractRequest, known: PlanOptions) -> list[str]:
         size = measured_bytes_per_token(codec, vocab_size, width)
         said = f"{size:.1f} B/token" + ", the codec asked for" * is_asked
         rows.append((each, filesize.decimal(round(num_tokens * size)), said))
+    left = "all of it is to do"
+    if is_begun:
+        shards = len(ShardStore.open(request.store, allow_incomplete=True).unfinished())
+        left = f"{shards} shards are not done" if shards else "it is done"
     return [
         *(f"{label:<10} {figure:>20}  {said}" for label, figure, said in rows),
         "Bytes are of synthetic distributions, like GPT-2's on web text; of simpler text (stories, V = 512)"
         " posterior and seeded write half to two thirds.",
+        f"{request.store}: {left}. Nothing was written.",
     ]
 
 
@@ -276,37 +279,3 @@ def measured_bytes_per_token(codec: Codec, vocab_size: int, hidden_size: int) ->
     )
     arrays = {name: with_position_0(tensor) for name, tensor in encoded.items()}
     return sum(map(len, encode_shard(manifest, manifest.shard("train", 0), arrays).values())) / tokens
-
-
-# What a run would do, found out without writing a byte.
-
-
-def what_would_be_done(request: ExtractRequest, worker: Worker) -> list[str]:
-    """The resolved settings and the state of every step.
-
-    Raises:
-        UsageError: If the run would be refused before its first stage: by the same checks.
-    """
-    device = resolve_device(worker.device(request.settings.device))
-    require_store_place(request.store)
-    check_device_map(request.settings.teacher.device_map)
-    teacher = planned_teacher(request)
-    if teacher is not None:
-        request, _ = check_teacher(request, teacher)
-    stage_1 = f"would tokenize {request.corpus.source} into {request.out / 'tokens'}"
-    if (request.out / TOKENS_RECORD).is_file():
-        dataset = TokenDataset.open(request.out / "tokens")
-        rows = ", ".join(f"{dataset.num_rows(split):,} {split}" for split in dataset.splits)
-        stage_1 = f"done: {rows} rows of {dataset.row_length}"
-    stage_2 = f"would write {request.store}"
-    if open_location(request.store).size(MANIFEST_FILE) is not None:
-        left = len(ShardStore.open(request.store, allow_incomplete=True).unfinished())
-        stage_2 = f"would write {left} shards that are not done" if left else "done"
-    return [
-        json.dumps(request.to_mapping(), indent=2, sort_keys=True),
-        f"device    {device}, worker {worker.index} of {worker.count}",
-        f"teacher   {request.settings.teacher.location or 'trained on the spot'}",
-        f"stage 1   {stage_1}",
-        f"stage 2   {stage_2}",
-        "nothing was written",
-    ]

@@ -38,8 +38,7 @@ def write_references(source: str, out: Path, num: int | None, split: str) -> int
         raise UsageError("out of range", where="--num", got=num, expected="1 or more")
     read, available, tokenizer, bos_id = _rows_of(source, split)
     if not available or (num or 0) > available:
-        where, expected = f"{source}: {split}", num or "some"
-        raise UsageError("too few rows", where=where, got=available, expected=expected)
+        raise UsageError("too few rows", where=f"{source}: {split}", got=available, expected=num or "some")
     count, lines = num or available, []
     for start in range(0, count, BLOCK_ROWS):
         for row in read(start, min(start + BLOCK_ROWS, count)):
@@ -63,8 +62,7 @@ def _rows_of(source: str, split: str) -> Rows:
         return partial(dataset.read_rows, split), rows, tokenizer, dataset.bos_id
     store = ShardStore.find(source)
     if split not in store.manifest.splits:
-        expected = ", ".join(store.manifest.splits)
-        raise UsageError("unknown split", where=source, got=split, expected=expected)
+        raise UsageError("unknown split", where=source, got=split, expected=", ".join(store.manifest.splits))
     reader = store.split(split, ["tokens"])
     with tempfile.TemporaryDirectory() as copy:
         store.copy_files("tokenizer", Path(copy))

@@ -22,8 +22,7 @@ from pipeline.corpus.documents import Tally
 from pipeline.extract import Extractor, resources_on, settle_environment
 from pipeline.settings import TOKENS_RECORD, ExtractRequest, StoreSettings, Worker
 from pipeline.teacher import Teacher, check_row_length, check_vocabulary, tokenizer_size
-from pipeline.tokens.build import prepare_tokens
-from pipeline.tokens.dataset import TokenDataset, rows_per_group, unmarked
+from pipeline.tokens.dataset import TokenDataset, prepare_tokens, rows_per_group, unmarked
 from pipeline.tokens.tokenizer import load_tokenizer
 from shards.atomic import require_writable, write_json_atomic
 from shards.codec.ids import unigram_log_probs
@@ -48,12 +47,7 @@ SHARD_TOKENS, SHARD_BYTES = 1 << 18, 256 << 20
 def run_extraction(request: ExtractRequest, worker: Worker, load: Callable[..., Teacher] = Teacher.load) -> list[str]:
     """Do whatever is not done yet of a run whose teacher runs here; what to say at the end.
 
-    One process of several speaks for all: the others return nothing to say.
-
-    Args:
-        request: What is asked for.
-        worker: This process.
-        load: Makes the teacher.
+    One process of several speaks for all: the others return nothing to say. ``load`` makes the teacher.
 
     Raises:
         UsageError: If the request cannot be met, or differs from what is there.
@@ -69,10 +63,7 @@ def run_extraction(request: ExtractRequest, worker: Worker, load: Callable[..., 
 
     @cache
     def loaded() -> Teacher:
-        """The teacher with its weights, once it has done what the run will ask for.
-
-        Where nothing is left to do it is never loaded.
-        """
+        """The teacher, tried out on what the run will ask for; never, where nothing is left to do."""
         asked = settings.teacher
         how = {"attention": asked.attention, "compiled": asked.compiled}
         how |= {"vocab_size": len(tokenizer), "device_map": asked.device_map}
@@ -89,9 +80,7 @@ def run_extraction(request: ExtractRequest, worker: Worker, load: Callable[..., 
     if settings.has_states:
         identity["states"] = "engine"
     manifest = build_manifest(request, dataset, identity, files.hidden_size)
-    resources = _kept_resources(request.store, manifest)
-    if resources is None:
-        resources = _made_resources(request, dataset, loaded)
+    resources = _resources(request, dataset, manifest, loaded)
     writer = begin_store(request, dataset, manifest, resources, files.folder)
     num_tokens, waiting = 0, 0.0
     if writer.all_pending():
@@ -105,40 +94,18 @@ def run_extraction(request: ExtractRequest, worker: Worker, load: Callable[..., 
     return lines if worker.is_main else []
 
 
-def run_tokens(request: ExtractRequest, worker: Worker) -> list[str]:
-    """Stage 1 alone, as the run would do it; of a teacher no weights are read.
-
-    Raises:
-        UsageError: If the request cannot be met, or differs from what is there.
-        GdistillError: If the corpus cannot be read.
-    """
-    require_writable(request.out)
-    request, tokenizer = check_teacher(request, known_teacher(request))
-    dataset = tokenize(request, tokenizer, worker)
-    return [f"tokens {dataset.path}", *corpus_lines(dataset)] if worker.is_main else []
-
-
 # Before stage 1.
 
 
 def require_store_place(store: str) -> bool:
-    """Refuse a place where no store can be, before anything costly; whether one is begun there.
-
-    Raises:
-        UsageError: If the place is a file, or its scheme is not known here.
-        GdistillError: If it cannot be reached.
-    """
+    """Whether a store is begun there; a place where none can be is refused before anything costly."""
     if Path(store).is_file():
         raise UsageError("the store is a folder", where="--store", got=f"the file {store}")
     return open_location(store).size(MANIFEST_FILE) is not None
 
 
 def known_teacher(request: ExtractRequest, weights: bool = False) -> PretrainedFiles:
-    """The teacher's files, trained first where the corpus (a maze) brings its own.
-
-    Raises:
-        UsageError: If there is no teacher.
-    """
+    """The teacher's files, trained first where the corpus (a maze) brings its own."""
     asked = request.settings.teacher
     location: str | Path | None = asked.location
     if location is None:
@@ -162,16 +129,12 @@ def own_teacher(request: ExtractRequest) -> tuple[str, Path]:
 
 
 def check_teacher(request: ExtractRequest, files: PretrainedFiles) -> tuple[ExtractRequest, PreTrainedTokenizerBase]:
-    """Refuse what a run, a plan and a dry run refuse alike: no weights are needed to see it.
-
-    Returns:
-        The request with its row length settled, the tokenizer.
+    """The request with its row length settled, and the tokenizer; what needs no weights to be refused is.
 
     Raises:
         UsageError: If teacher, tokenizer, rows, corpus and store do not fit together.
     """
-    asked = request.settings.teacher.tokenizer
-    request = request.with_row_length(files.context_length)
+    asked, request = request.settings.teacher.tokenizer, request.with_row_length(files.context_length)
     assert request.corpus.row_length is not None
     check_row_length(files, request.corpus.row_length)
     place = asked or files.folder
@@ -191,8 +154,7 @@ def check_teacher(request: ExtractRequest, files: PretrainedFiles) -> tuple[Extr
 def _check_same_tokens(tokenizer: PreTrainedTokenizerBase, beside: PreTrainedTokenizerBase, where: str) -> None:
     """Refuse a tokenizer more than 1% of whose ids mean other tokens than the teacher's own.
 
-    A few may differ, as special tokens get new names; vocabularies of one size that are another's
-    would otherwise pass for the teacher's own.
+    A few may differ, as special tokens get new names.
     """
     own = {index: token for token, index in beside.get_vocab().items()}
     given = {index: token for token, index in tokenizer.get_vocab().items()}
@@ -206,8 +168,8 @@ def _check_same_tokens(tokenizer: PreTrainedTokenizerBase, beside: PreTrainedTok
 
 def tokenize(request: ExtractRequest, tokenizer: PreTrainedTokenizerBase, worker: Worker) -> TokenDataset:
     """Stage 1, or its rows if they are there."""
-    limits, is_main = request.row_limits, worker.is_main
-    dataset = prepare_tokens(request.corpus, tokenizer, request.out, limits=limits, main_process=is_main)
+    where, limits = request.out, request.row_limits
+    dataset = prepare_tokens(request.corpus, tokenizer, where, limits=limits, main_process=worker.is_main)
     if (got := dataset.max_token_id) >= dataset.vocab_size:
         what, expected = "token id outside the vocabulary", f"below {dataset.vocab_size}"
         raise UsageError(what, where=dataset.path, got=got, expected=expected)
@@ -244,11 +206,7 @@ def bytes_per_token(arrays: dict[str, ArraySpec]) -> int:
 
 
 def rows_per_unit(row_length: int, arrays: dict[str, ArraySpec], settings: StoreSettings) -> tuple[int, int]:
-    """Rows of a chunk and of a shard: a few thousand and 2^18 tokens, bounded in bytes, or as set.
-
-    Raises:
-        UsageError: If a shard of the rows set is no whole number of chunks.
-    """
+    """Rows of a chunk and of a shard: a few thousand and 2^18 tokens, bounded in bytes, or as set."""
     row_bytes = row_length * bytes_per_token(arrays)
     fitting = max(1, min(CHUNK_TOKENS // row_length, MIXED_CHUNK_BYTES // row_bytes))
     chunk = settings.rows_per_chunk or fitting
@@ -266,14 +224,7 @@ def rows_per_unit(row_length: int, arrays: dict[str, ArraySpec], settings: Store
 def build_manifest(
     request: ExtractRequest, dataset: TokenDataset, teacher: Mapping[str, object], hidden_size: int | None = None
 ) -> Manifest:
-    """The identity of the store that this request makes.
-
-    Args:
-        request: With its row length settled.
-        dataset: The token rows.
-        teacher: Who scored them.
-        hidden_size: D of a teacher that runs here.
-    """
+    """The identity of the store that this request makes, with D of a teacher that runs here."""
     settings, codec, record = request.settings, request.codec, dataset.record
     arrays = codec.array_specs(dataset.vocab_size, hidden_size)
     if dataset.packing in MARKED:
@@ -286,9 +237,8 @@ def build_manifest(
         "mode": settings.mode,
     }
     if settings.mode == "sequential":
-        sampling = settings.sequential
-        identity["temperature"] = sampling.temperature
-        identity["nucleus_p"] = sampling.nucleus_p
+        identity["temperature"] = settings.sequential.temperature
+        identity["nucleus_p"] = settings.sequential.nucleus_p
     tokenizer = record["tokenizer"]
     name = Path(tokenizer["id"]).name if looks_local(tokenizer["id"]) else tokenizer["id"]
     # Versions of what writes posteriors, tokens, metadata and compression. Those that move the
@@ -313,10 +263,7 @@ def build_manifest(
 
 
 def public_source(source: str) -> str:
-    """A corpus by name: a store may be published, and where its files lay is nobody's business.
-
-    What was read is in the fingerprint of the token rows.
-    """
+    """A corpus by name: a store may be published, and where its files lay is nobody's business."""
     scheme, rest = scheme_of(source)
     place, field = split_field(rest)
     if scheme != "hf" or looks_local(place):
@@ -336,10 +283,8 @@ def begin_store(
 ) -> ShardWriter:
     """Create the store or take it up, the resolved request beside it.
 
-    Its side files make it self-contained: the tokenizer, and what scores need of a corpus.
-
-    Args:
-        teacher: Folder of one that runs here.
+    Its side files make it self-contained: the tokenizer, and what scores need of a corpus; ``teacher``
+    is the folder of one that runs here.
     """
     place = dataset.tokenizer_path
     sides = {
@@ -356,38 +301,29 @@ def begin_store(
         record = teacher / "maze.json"  # with the path probabilities of a teacher trained here
         sides["corpus/maze.json"] = record.read_bytes() if record.is_file() else text
     writer = ShardWriter.create_or_resume(request.store, manifest, resources, sides)
-    write_config(request.out / "config.json", request)
+    path, values = request.out / "config.json", request.to_mapping()
+    with contextlib.suppress(OSError, ValueError):
+        if json.loads(path.read_text(encoding="utf-8")) == values:
+            return writer  # a file that says the same is left alone
+    write_json_atomic(path, values)
     return writer
 
 
-def write_config(path: Path, request: ExtractRequest) -> None:
-    """The resolved request beside its outputs; a file that says the same is left alone."""
-    values = request.to_mapping()
-    with contextlib.suppress(OSError, ValueError):
-        if json.loads(path.read_text(encoding="utf-8")) == values:
-            return
-    write_json_atomic(path, values)
+def _resources(
+    request: ExtractRequest, dataset: TokenDataset, manifest: Manifest, teacher: Callable[[], Teacher]
+) -> dict[str, np.ndarray]:
+    """The arrays that the codec wants once per store: an intact store's own, else made.
 
-
-def _kept_resources(location: str, manifest: Manifest) -> dict[str, np.ndarray] | None:
-    """The resources of a store of this identity that is already there, if they are intact.
-
-    Making them anew may take the teacher, which a finished store does not need.
+    A finished store needs no teacher; ``teacher()`` is asked for its head where there is none.
     """
     try:
-        store = ShardStore.open(location, allow_incomplete=True)
-        is_same = store.manifest.difference(manifest.with_files(store.manifest.files)) is None
-        return {n: tensor.numpy() for n, tensor in store.resources.items()} if is_same else None
+        store = ShardStore.open(request.store, allow_incomplete=True)
+        if store.manifest.difference(manifest.with_files(store.manifest.files)) is None:
+            return {name: tensor.numpy() for name, tensor in store.resources.items()}
     except GdistillError:
         # No store yet, or a damaged one. The writer opens next: it writes altered resources anew
         # and refuses a damaged manifest.
-        return None
-
-
-def _made_resources(
-    request: ExtractRequest, dataset: TokenDataset, teacher: Callable[[], Teacher]
-) -> dict[str, np.ndarray]:
-    """The arrays that the codec wants once per store; ``teacher()`` is asked for its head."""
+        pass
     resources: dict[str, np.ndarray] = {}
     for name in request.codec.resource_names:
         if name == "unigram_log_probs":
@@ -438,8 +374,8 @@ def corpus_lines(dataset: TokenDataset) -> list[str]:
     lines = []
     for split, record in dataset.record["splits"].items():
         tally = Tally(**{name: record[name] for name in vars(Tally())})
-        documents = [f"{tally.num_documents:,} documents"] * bool(tally.num_documents)
-        parts = [*documents, f"{record['num_rows']:,} rows"]  # scored rows come without documents
+        parts = [f"{tally.num_documents:,} documents"] * bool(tally.num_documents)  # scored rows come without
+        parts.append(f"{record['num_rows']:,} rows")
         notes = {
             "empty documents left out": tally.num_empty,
             "documents of bad UTF-8": tally.num_bad_utf8,
@@ -456,25 +392,17 @@ def corpus_lines(dataset: TokenDataset) -> list[str]:
 def report(
     request: ExtractRequest, dataset: TokenDataset, writer: ShardWriter, num_tokens: int, seconds: float
 ) -> list[str]:
-    """The store in numbers, kept as ``summary.json`` too.
+    """The store in numbers, kept as ``summary.json`` too, of the tokens that this process extracted.
 
     ``num_tokens`` there counts position 0; ``shard_bytes`` are those of ``num_bytes`` that grow
     with the corpus, and what ``bytes_per_token`` is of; ``fp16_bytes_per_token`` is what the noise
     as fp16 vectors would take, 2 V.
 
-    Args:
-        request: What was asked for.
-        dataset: The rows.
-        writer: The store's.
-        num_tokens: Those that this process extracted.
-        seconds: The time that took it.
-
     Raises:
         GdistillError: If files of finished shards went missing meanwhile.
     """
     if not writer.is_complete():
-        what = "finished shards went missing while the run was on"
-        remedy = "run the same command again"
+        what, remedy = "finished shards went missing while the run was on", "run the same command again"
         raise GdistillError(what, where=request.store, remedy=remedy)
     store = ShardStore.open(request.store)
     found = Description.of(store)

@@ -133,8 +133,7 @@ def id_list(values: Any, where: str) -> list[int]:
         if not bad:
             return [*values]
         wrong = bad[0]
-    got = repr(wrong)[:60]
-    raise GdistillError("not token ids", where=where, got=got, expected="a list of integers")
+    raise GdistillError("not token ids", where=where, got=repr(wrong)[:60], expected="a list of integers")
 
 
 def _log_prob(value: object, where: str) -> float:
@@ -227,8 +226,7 @@ def _entries(entries: Any, where: str) -> list[tuple[int, Any]]:
     try:
         pairs = [(entry[1], entry[0]) for entry in entries or []]
     except (TypeError, IndexError, KeyError) as error:
-        got = repr(entries)[:60]
-        raise GdistillError("not [log p, id, text] entries", where=where, got=got) from error
+        raise GdistillError("not [log p, id, text] entries", where=where, got=repr(entries)[:60]) from error
     id_list([token for token, _ in pairs], where)
     return pairs
 
@@ -236,8 +234,7 @@ def _entries(entries: Any, where: str) -> list[tuple[int, Any]]:
 def _numbers(entries: Any, where: str) -> dict[int, Any]:
     """id -> log-probability, from either way of writing an entry."""
     if entries and not isinstance(entries, Mapping):
-        got = repr(entries)[:60]
-        raise GdistillError("not a table of most probable tokens", where=where, got=got)
+        raise GdistillError("not a table of most probable tokens", where=where, got=repr(entries)[:60])
     return {
         _id_of(name, where): value.get("logprob") if isinstance(value, Mapping) else value
         for name, value in (entries or {}).items()

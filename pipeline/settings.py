@@ -221,8 +221,7 @@ class Worker:
 
     def __post_init__(self) -> None:
         if self.count < 1:
-            where = "--workers"
-            raise UsageError("no workers", where=where, got=self.count, expected="at least 1")
+            raise UsageError("no workers", where="--workers", got=self.count, expected="at least 1")
         if not 0 <= self.index < self.count:
             got, expected = f"{self.index} of {self.count}", f"0 to {self.count - 1}"
             raise UsageError("no such worker", where="--worker", got=got, expected=expected)
@@ -351,8 +350,7 @@ def resolve_request(
         raise UsageError("unknown config key", where=unknown[0], remedy=hint)
     for name in TABLES_APART:
         if not isinstance(table := values.get(name, {}), Mapping):
-            got = repr(table)
-            raise UsageError("wrong type in config", where=name, got=got, expected="a table")
+            raise UsageError("wrong type in config", where=name, got=repr(table), expected="a table")
     corpus, codec = (dict(values.pop(name, {})) for name in TABLES_APART)
     spec = corpus.pop("spec", None) or corpus.pop("source", None)
     if not isinstance(spec, str):

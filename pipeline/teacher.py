@@ -2,12 +2,10 @@
 
 Token rows [B, L] -> log-probabilities [B, L-1, V], float32, nats. This is the only home of the
 shift by one: a model's logits at position i - 1 are the distribution of the token at position i,
-and position 0 has none. Everything a :class:`Teacher` returns is aligned with the scored tokens,
-row[:, 1:].
+and position 0 has none.
 
 V is the number of real tokens, the tokenizer's. Many models pad their output beyond it to a round
-number; those columns are dropped before the softmax, so that probabilities sum to 1 over tokens
-that exist. (A trained model gives padding no mass worth naming.)
+number; those columns are dropped before the softmax.
 """
 
 from __future__ import annotations
@@ -58,14 +56,8 @@ def automatic_batch_size(row_length: int, vocab_size: int, weight_bytes: int, de
 
 @dataclass(frozen=True)
 class RawLogits:
-    """What one forward pass leaves on the device, not yet normalised.
-
-    Attributes:
-        logits: [B, T, >= V], float32.
-        tokens: [B, T] the scored tokens.
-        row_ids: [B].
-        hidden: [B, T, D] input of the LM head, if asked for.
-    """
+    """What one forward pass leaves on the device, not yet normalised: float32 logits [B, T, >= V]
+    of the scored tokens, and the input of the LM head if it is asked for."""
 
     logits: Float[Tensor, "b t w"]
     tokens: Int[Tensor, "b t"]
@@ -89,13 +81,10 @@ class RawLogits:
 
 
 def check_output(output: TeacherOutput, split: str = "") -> None:
-    """Refuse log-probabilities of tokens that are not finite.
+    """Refuse log-probabilities of tokens that are not finite, by row and position.
 
     A NaN or +inf anywhere in a position's logits makes its normaliser, and so this number, NaN or
     infinite; so does -inf at the token itself. -inf elsewhere is a probability of zero, and legal.
-
-    Raises:
-        GdistillError: Names row and position.
     """
     picked = output.token_log_probs.cpu()
     for row, position in (~torch.isfinite(picked)).nonzero()[:1].tolist():
@@ -112,10 +101,7 @@ def rows_tensor(rows: np.ndarray) -> Int[Tensor, "b l"]:
 
 
 def check_vocabulary(num_logits: int, vocab_size: int, where: object) -> None:
-    """Refuse a tokenizer that cannot be the teacher's.
-
-    The output may be wider than the tokenizer by padding: at most 127 entries or 5%.
-    """
+    """Refuse a tokenizer that cannot be the teacher's: the output may be wider by 127 entries or 5%."""
     padding = num_logits - vocab_size
     if padding < 0 or padding > max(LARGEST_PADDING, LARGEST_PADDING_SHARE * num_logits):
         what = "tokenizer and teacher have different vocabularies"
@@ -134,17 +120,10 @@ def check_row_length(files: PretrainedFiles, row_length: int) -> None:
 
 
 class Teacher:
-    """A loaded causal language model; see :meth:`load`.
-
-    Attributes:
-        files: Where it came from.
-        vocab_size: V.
-        dtype: Precision of the weights.
-        device: Where it runs.
-        has_layers: Whether its layers run here; False where an engine gives what is behind them.
-    """
+    """A loaded causal language model; see :meth:`load`."""
 
     has_layers: ClassVar[bool] = True
+    """Whether its layers run here; False where an engine gives what is behind them."""
 
     def __init__(self, loaded: CausalModel, vocab_size: int) -> None:
         self.files, self.model, self.head = loaded.files, loaded.network, loaded.head
@@ -168,10 +147,8 @@ class Teacher:
         Args:
             source: Local directory, hub id, or files already found.
             dtype: Precision of weights and activations; logits are float32 either way.
-            device: ``auto``, ``cpu``, ``cuda`` or ``cuda:N``.
             vocab_size: V; the tokenizer's beside the model by default, else the output's width.
             attention: Attention kernel by transformers' name; its own choice by default.
-            compiled: Run the model through ``torch.compile``.
             device_map: Over which devices, if one is too small; ``device`` then means nothing.
 
         Raises:
@@ -193,16 +170,6 @@ class Teacher:
         return teacher
 
     @property
-    def context_length(self) -> int | None:
-        """Most tokens of a row; None without a limit."""
-        return self.files.context_length
-
-    @property
-    def hidden_size(self) -> int:
-        """Width D of the last hidden state."""
-        return self.files.hidden_size
-
-    @property
     def lm_head(self) -> tuple[Float[Tensor, "v d"], Float[Tensor, "v"] | None]:
         """Weight and bias of the output layer for the V real tokens, float32 on the CPU."""
         head = self._require_head()
@@ -214,11 +181,7 @@ class Teacher:
         return self.output(rows, torch.arange(rows.shape[0])).log_probs
 
     def output(self, rows: Int[Tensor, "b l"], row_ids: Int[Tensor, "b"], need_hidden: bool = False) -> TeacherOutput:
-        """Score rows; see :meth:`forward` for the errors.
-
-        Raises:
-            GdistillError: If a logit is NaN or a token impossible; names row and position.
-        """
+        """Score rows; see :meth:`forward` and :func:`check_output` for the errors."""
         output = self.forward(rows, row_ids, need_hidden).normalise(self.vocab_size)
         check_output(output)
         return output
@@ -226,11 +189,6 @@ class Teacher:
     @torch.inference_mode()
     def forward(self, rows: Int[Tensor, "b l"], row_ids: Int[Tensor, "b"], need_hidden: bool = False) -> RawLogits:
         """The forward pass alone; on a GPU it may still be running when this returns.
-
-        Args:
-            rows: Token ids, at least two per row.
-            row_ids: Index of each row in its split.
-            need_hidden: Also keep the input of the LM head.
 
         Raises:
             UsageError: If rows are longer than the context, ids outside the vocabulary, or the
@@ -256,17 +214,11 @@ class Teacher:
         return len({parameter.device for parameter in self.model.parameters()})
 
     def try_out(self, need_hidden: bool, sequential: bool) -> None:
-        """Ask for what a run will need, of one short row: refused now, not after stage 1.
-
-        Raises:
-            UsageError: If there is no such hidden state, or no key-value cache.
-            GdistillError: If weights are NaN.
-        """
+        """Ask for what a run will need, of one short row: refused now, not after stage 1."""
         for name, weight in self.model.named_parameters():
             if not weight.is_meta and torch.isnan(weight).any():
-                what, where = "the teacher's weights hold NaN", self.files.folder
-                raise GdistillError(what, where=where, got=name)
-        row = probe_rows(self.vocab_size, min(TRIED_TOKENS, self.context_length or TRIED_TOKENS))
+                raise GdistillError("the teacher's weights hold NaN", where=self.files.folder, got=name)
+        row = probe_rows(self.vocab_size, min(TRIED_TOKENS, self.files.context_length or TRIED_TOKENS))
         if need_hidden:
             self.forward(row[:1], torch.arange(1), need_hidden=True)
         if sequential:
@@ -274,15 +226,7 @@ class Teacher:
 
     @torch.inference_mode()
     def next_log_probs(self, tokens: Int[Tensor, "b n"], cache: Any = None) -> tuple[Float[Tensor, "b v"], Any]:
-        """The distribution of the token after the last one given, float32, nats, and the cache.
-
-        Args:
-            tokens: Tokens that the cache does not hold yet.
-            cache: What the last call returned; None at the beginning.
-
-        Raises:
-            UsageError: If the model keeps no key-value cache.
-        """
+        """The distribution of the token after the last one given, float32, nats, and the cache for the next call."""
         last = {"past_key_values": cache, "use_cache": True, "logits_to_keep": 1}
         try:
             output = self.model(input_ids=tokens.to(self.device), **last)

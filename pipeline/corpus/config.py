@@ -66,7 +66,7 @@ class CorpusConfig:
         detokenizer: See :mod:`pipeline.corpus.detokenize`.
         keep_empty: Keep documents of nothing but white space (they leave separators behind).
         on_bad_utf8: ``error``, ``replace`` or ``skip``; see :mod:`pipeline.corpus.documents`.
-        packing: ``concat``, ``wrap``, ``pad``, ``chat``, ``prompts``: :mod:`pipeline.tokens.build`.
+        packing: ``concat``, ``wrap``, ``pad``, ``chat``, ``prompts``: :mod:`pipeline.tokens.tokenizer`.
         group_documents: Pack so many documents by themselves, and drop the rest of each group.
         row_length: Tokens of a row; None lets the command choose from the teacher's context.
         separate_train, separate_validation: Whether a separator follows each document of a stream.
@@ -186,8 +186,7 @@ def _check_meaning(config: CorpusConfig, given: dict[str, Any]) -> None:
             raise UsageError(what, where=where, got=got, expected=expected, remedy=remedy)
     named = split_field(scheme_of(config.source)[1])[1]
     if named and given.get("field", named) != named and len(sources) == 1:
-        got = f"{given['field']!r} and #{named}"
-        raise UsageError("two fields are named", where="corpus.field", got=got)
+        raise UsageError("two fields are named", where="corpus.field", got=f"{given['field']!r} and #{named}")
 
 
 def _base(spec: str, is_read: bool) -> dict[str, Any]:

@@ -1,26 +1,339 @@
-"""Numbered documents of clean text, and which of them belong to which split.
+"""Numbered documents of clean text, from files and data sets, and which of them belong to which split.
 
-A source gives documents as found, bytes or text. They are UTF-8: one that is not is an error by
-default, or repaired with U+FFFD, or left out; a lone surrogate (from a JSON escape) is treated the
-same way. Control characters (C0 but for tab, line feed and carriage return, and DEL) are part of
-the text: they are kept and counted.
+Documents come as found, bytes or text. They are UTF-8: one that is not is an error by default, or
+repaired with U+FFFD, or left out; a lone surrogate (from a JSON escape) is treated the same way.
+Control characters (C0 but for tab, line feed and carriage return, and DEL) are kept and counted.
+
+``datasets`` reads files too, but copies them, says no line of what is wrong, and stops for no bad UTF-8.
 """
 
 from __future__ import annotations
 
+import io
 import math
-from collections.abc import Iterator
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import accumulate
+from functools import cached_property, partial
+from glob import glob, has_magic
+from itertools import accumulate, islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import pyarrow as pa
 
 from pipeline.corpus.config import MARKED, BadUtf8, CorpusConfig, scheme_of, split_field
-from pipeline.corpus.sources import RawDocument, Source, TextFiles
-from shards.errors import GdistillError, UsageError
+from shards.atomic import sha256_file
+from shards.errors import GdistillError, UsageError, did_you_mean
 
+if TYPE_CHECKING:
+    from datasets import Dataset
+else:
+    Dataset = Any  # slow to load, and needed for data sets of the hub alone
+
+BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+BUFFER_BYTES = 1 << 20
+COMPRESSION = {".gz": "gzip", ".zst": "zstd"}
+BATCH_ROWS = 256
 CONTROL_BYTES = bytes(sorted((set(range(32)) - set(b"\t\n\r")) | {127}))
 MANY_HELD_OUT = 100
 """From so many held-out documents on, a share of them is a share of the text, near enough."""
 MOST_HELD_OUT = 0.05
+Known = Mapping[str, dict[str, Any]]
+"""Identities of files, by path, that an earlier run noted."""
+
+
+Found = tuple[bytes | str, str]
+"""One document as found: undecoded bytes, or text from a source that decodes by itself; and its place."""
+
+
+class Source(ABC):
+    """Numbered documents that can be read again; the numbering counts empty ones too."""
+
+    @abstractmethod
+    def count(self) -> int:
+        """How many documents there are."""
+
+    @abstractmethod
+    def documents(self, start: int, stop: int) -> Iterator[Found]:
+        """Documents start..stop-1, in order, holding one (or one read batch) at a time."""
+
+    @abstractmethod
+    def identity(self, known: Known) -> list[dict[str, Any]]:
+        """JSON-ready facts that change when the content does; ``sha256`` for files.
+
+        A file that still has the size and modification time in ``known`` is not hashed again.
+        """
+
+    def text(self, decoded: str, where: str) -> str:
+        """The document's text within its decoded content: all of it, or a JSON field, say."""
+        return decoded
+
+
+@dataclass(frozen=True)
+class Files(Source):
+    """Files in name order, each a run of documents.
+
+    Attributes:
+        pattern: A path or a glob.
+        read: The documents of one file, in one pass.
+        parse: (decoded content, its place) -> text; None where all of it is text.
+        num_documents: How many a file has, where that is known without reading it.
+    """
+
+    pattern: str
+    read: Callable[[Path], Iterator[Found]]
+    parse: Callable[[str, str], str] | None = None
+    num_documents: Callable[[Path], int] | None = None
+
+    @cached_property
+    def paths(self) -> list[Path]:
+        return expand(self.pattern)
+
+    @cached_property
+    def _counts(self) -> list[int]:
+        count = self.num_documents or (lambda path: sum(1 for _ in self.read(path)))
+        return [count(path) for path in self.paths]
+
+    def count(self) -> int:
+        return sum(self._counts)
+
+    def documents(self, start: int, stop: int) -> Iterator[Found]:
+        firsts = accumulate(self._counts, initial=0)
+        for path, count, first in zip(self.paths, self._counts, firsts, strict=False):
+            if first < stop and start < first + count:
+                yield from islice(self.read(path), max(0, start - first), stop - first)
+
+    def identity(self, known: Known) -> list[dict[str, Any]]:
+        return [file_identity(path, known) for path in self.paths]
+
+    def text(self, decoded: str, where: str) -> str:
+        return self.parse(decoded, where) if self.parse else decoded
+
+
+def expand(pattern: str) -> list[Path]:
+    """The files of a path or glob, sorted by name; at least one, none of them a directory."""
+    pattern = os.path.expanduser(pattern)
+    is_glob = has_magic(pattern) and not os.path.exists(pattern)  # a name may hold [1]
+    names = sorted(glob(pattern, recursive=True)) if is_glob else [pattern] if pattern else []
+    paths = [Path(name) for name in names if not (is_glob and os.path.isdir(name))]
+    if not paths:
+        raise UsageError("no file matches the corpus pattern" if pattern else "the corpus names no file", where=pattern)
+    for path in paths:
+        if path.is_dir():
+            what, remedy = "the corpus path is a directory", f"all files in it: '{path}/*'"
+            raise UsageError(what, where=path, expected="a file or a glob", remedy=remedy)
+        if not path.exists():
+            raise UsageError("no such corpus file", where=path)
+    return paths
+
+
+@contextmanager
+def open_bytes(path: Path) -> Iterator[io.BufferedReader]:
+    """The file's bytes, decompressed if it ends in ``.gz`` or ``.zst``, without a byte order mark.
+
+    Frames that follow each other in one file are read as one text.
+
+    Raises:
+        GdistillError: For a file that cannot be read, or is damaged or cut short; names it.
+    """
+    kind = COMPRESSION.get(path.suffix.lower())
+    try:
+        with pa.input_stream(str(path), compression=kind) as stream:
+            file: io.BufferedReader = io.BufferedReader(cast(Any, stream), BUFFER_BYTES)
+            if file.peek(3).startswith(BYTE_ORDER_MARK):
+                file.read(3)
+            yield file
+    except OSError as error:
+        what = "the compressed corpus file is damaged" if kind else "cannot read the corpus file"
+        raise GdistillError(what, where=path, got=error) from error
+
+
+def file_identity(path: Path, known: Known) -> dict[str, Any]:
+    """Path, size, modification time and sha256 of one file as stored."""
+    if str(path) in known and looks_unchanged(known[str(path)]):
+        return known[str(path)]
+    before = path.stat()
+    times = {"num_bytes": before.st_size, "modified_ns": before.st_mtime_ns}
+    return {"path": str(path), **times, "sha256": sha256_file(path)}
+
+
+def looks_unchanged(known: dict[str, Any]) -> bool:
+    """Whether a file still has the size and modification time noted with its hash."""
+    try:
+        found = Path(known["path"]).stat()
+    except OSError:
+        return False
+    return (found.st_size, found.st_mtime_ns) == (known["num_bytes"], known["modified_ns"])
+
+
+# Kinds of files.
+
+
+def text_documents(path: Path, separator: str) -> Iterator[Found]:
+    """Plain text; a file's end always ends a document. Line ends around a document are no part of it.
+
+    Documents of nothing but white space are not counted, except with ``line``.
+
+    Args:
+        separator: ``line`` (every line is a document), ``blank_line`` (paragraphs), ``file`` (every
+            file is one document), or the text of a line that stands between documents.
+    """
+    with open_bytes(path) as file:
+        if separator == "line":
+            for number, line in enumerate(file, 1):
+                yield line.rstrip(b"\r\n"), f"{path}: line {number}"
+            return
+        marker = b"" if separator == "blank_line" else separator.encode()
+        for begin, block in _blocks(file, None if separator == "file" else marker):
+            if block.strip():
+                yield block.strip(b"\r\n"), f"{path}: document at byte {begin}"
+
+
+def _blocks(file: io.BufferedReader, marker: bytes | None) -> Iterator[tuple[int, bytes]]:
+    """Runs of lines between lines that, stripped, equal ``marker``, and where they begin."""
+    block: list[bytes] = []
+    begin = offset = 0
+    for line in file:
+        offset += len(line)
+        # startswith first: stripping each of a billion lines costs more than reading them.
+        if marker is not None and (not marker or line.startswith(marker)) and line.strip() == marker:
+            yield begin, b"".join(block)
+            block, begin = [], offset
+        else:
+            block.append(line)
+    yield begin, b"".join(block)
+
+
+# Other sources.
+
+
+@dataclass(frozen=True)
+class HubDataset(Source):
+    """One split of a data set of the hub, or of a folder that ``datasets`` loads.
+
+    Memory-mapped by ``datasets``; no code of a repository is run.
+    """
+
+    name: str
+    config: str | None
+    split: str
+    field: str
+    revision: str | None
+
+    @cached_property
+    def _rows(self) -> Dataset:
+        import datasets  # late: other corpora need not wait for it
+
+        where = f"hf:{self.name}" + (f":{self.config}" if self.config else "")
+        name, what = os.path.expanduser(self.name), "cannot load the data set"
+        if (os.path.isabs(name) or self.name.startswith(".")) and not os.path.isdir(name):
+            raise UsageError("no such folder of a data set", where=where)
+        try:
+            given = {"split": self.split, "revision": self.revision}
+            rows = datasets.load_dataset(name, self.config, **given)
+        except ValueError as error:  # an unknown configuration or split, which it lists
+            raise UsageError(what, where=where, got=error) from error
+        except Exception as error:
+            got = f"{type(error).__name__}: {error}"
+            remedy = "is the name right and the hub (or its cache) within reach?"
+            raise GdistillError(what, where=where, got=got, remedy=remedy) from error
+        if self.field not in (names := rows.column_names):
+            got, remedy = f"fields {names}", did_you_mean(self.field, names)
+            raise UsageError(f"no field {self.field!r}", where=where, got=got, remedy=remedy)
+        kind = getattr(rows.features[self.field], "dtype", "")
+        if kind not in ("string", "large_string"):
+            raise UsageError(f"field {self.field!r} holds no text", where=where, got=kind)
+        return rows.select_columns([self.field])
+
+    def count(self) -> int:
+        return len(self._rows)
+
+    def documents(self, start: int, stop: int) -> Iterator[Found]:
+        for begin in range(start, stop, BATCH_ROWS):
+            batch = self._rows[begin : min(begin + BATCH_ROWS, stop)][self.field]
+            for row, value in enumerate(batch, begin):
+                yield value or "", f"hf:{self.name}: row {row}"
+
+    def identity(self, known: Known) -> list[dict[str, Any]]:
+        rows, folder = self._rows, Path(os.path.expanduser(self.name))
+        facts = {"config": self.config, "split": self.split, "num_rows": len(rows)}
+        if folder.is_dir():  # where it lies says nothing: its files do
+            files = sorted(path for path in folder.rglob("*") if path.is_file())
+            hidden = [any(p[0] == "." for p in path.relative_to(folder).parts) for path in files]
+            kept = [path for path, is_hidden in zip(files, hidden, strict=True) if not is_hidden]
+            return [facts, *(file_identity(path, known) for path in kept)]
+        return [facts | {"name": self.name, "revision": self.revision, "fingerprint": rows._fingerprint}]
+
+
+@dataclass(frozen=True)
+class Listed(Source):
+    """Documents that are there already, and what tells them from others."""
+
+    texts: list[str]
+    facts: dict[str, Any]
+    where: str
+
+    def count(self) -> int:
+        return len(self.texts)
+
+    def documents(self, start: int, stop: int) -> Iterator[Found]:
+        return ((text, f"{self.where}: row {row}") for row, text in enumerate(self.texts[start:stop], start))
+
+    def identity(self, known: Known) -> list[dict[str, Any]]:
+        return [self.facts]
+
+
+def open_source(config: CorpusConfig, split: str) -> Source | None:
+    """The source of a split; None for a validation split that is cut from the training source."""
+    source, hub_split = config.source, config.split
+    if split == "validation":
+        if config.validation_source:
+            source = config.validation_source
+        elif config.validation_split:
+            hub_split = config.validation_split
+        elif scheme_of(source)[0] != "maze":
+            return None
+    scheme, rest = scheme_of(source)
+    if scheme == "text":
+        return Files(rest, partial(text_documents, separator=config.document_separator))
+    if scheme == "scores":
+        what, remedy = "rows that an engine scored are no text", "extract: they are packed already"
+        raise UsageError(what, where=config.source, remedy=remedy)
+    if scheme == "maze":
+        from pipeline.maze import maze_documents
+
+        return Listed(*maze_documents(rest or "k4", config.seed, split), where=source)
+    if scheme == "hf":
+        name, _, variant = rest.partition(":")
+        return HubDataset(name, variant or None, hub_split, config.field, config.revision)
+    from pipeline.corpus import tables
+
+    pattern, named = split_field(rest)
+    field = named or config.field
+    if scheme == "csv":
+        return Files(pattern, lambda path: _opened(path, partial(tables.csv_rows, field)))
+    if scheme == "parquet":
+        return Files(pattern, partial(tables.parquet_rows, field), None, partial(tables.count_parquet_rows, field))
+    parse = partial(tables.json_text, field)
+    if scheme == "chat":
+        parse = partial(tables.conversation, field, config.packing == "prompts")
+    return Files(pattern, json_lines, parse)
+
+
+def json_lines(path: Path) -> Iterator[Found]:
+    """One JSON object a line; blank lines are not counted."""
+    return (found for found in text_documents(path, "line") if found[0].strip())
+
+
+def _opened(path: Path, read: Callable[[io.BufferedReader, Path], Iterator[Found]]) -> Iterator[Found]:
+    with open_bytes(path) as file:
+        yield from read(file, path)
+
+
+# Clean text, and splits.
 
 
 @dataclass
@@ -42,78 +355,38 @@ class Tally:
     num_control_characters: int = 0
 
 
-def _decoded(raw: RawDocument, source: Source, policy: BadUtf8, tally: Tally) -> str | None:
+def _decoded(text: bytes | str, where: str, source: Source, policy: BadUtf8, tally: Tally) -> str | None:
     """The document's clean text, counted in ``tally``; None if the policy leaves it out.
 
     Raises:
         GdistillError: For text that is not UTF-8, under the policy ``error``.
     """
 
-    def refuse(byte: int, got: str) -> None:
+    def is_refused(byte: int, got: str) -> bool:
         tally.num_bad_utf8 += 1
         if policy == "error":
-            where = source.place(raw, byte)
-            remedy = "convert it, or --set corpus.on_bad_utf8=replace (or skip)"
-            raise GdistillError("the text is not UTF-8", where=where, got=got, remedy=remedy)
+            place, remedy = f"{where}, byte {byte}", "convert it, or --set corpus.on_bad_utf8=replace (or skip)"
+            raise GdistillError("the text is not UTF-8", where=place, got=got, remedy=remedy)
+        return policy == "skip"
 
-    encoded, decoded = b"", raw.content
-    if isinstance(decoded, bytes):
-        encoded = decoded
+    if isinstance(text, bytes):
         try:
-            decoded = encoded.decode()
+            text = text.decode()
         except UnicodeDecodeError as error:
-            refuse(error.start, f"byte 0x{encoded[error.start]:02x} ({error.reason})")
-            if policy == "skip":
+            if is_refused(error.start, f"byte 0x{text[error.start]:02x} ({error.reason})"):
                 return None
-            decoded = encoded.decode("utf-8", "replace")
-            encoded = b""
-    text = source.text(decoded, raw)
+            text = text.decode("utf-8", "replace")
+    text = source.text(text, where)
     try:
-        encoded = encoded if encoded and text is decoded else text.encode()
+        encoded = text.encode()
     except UnicodeEncodeError as error:
-        refuse(error.start, "a lone surrogate")
-        if policy == "skip":
+        if is_refused(error.start, "a lone surrogate"):
             return None
         encoded = text.encode("utf-8", "replace")
         text = encoded.decode()
     tally.num_control_characters += len(encoded) - len(encoded.translate(None, CONTROL_BYTES))
     tally.num_bytes += len(encoded)
     return text
-
-
-# Splits.
-
-
-def open_source(config: CorpusConfig, split: str) -> Source | None:
-    """The source of a split; None for a validation split that is cut from the training source."""
-    source, hub_split = config.source, config.split
-    if split == "validation":
-        if config.validation_source:
-            source = config.validation_source
-        elif config.validation_split:
-            hub_split = config.validation_split
-        elif scheme_of(source)[0] != "maze":
-            return None
-    scheme, rest = scheme_of(source)
-    if scheme == "text":
-        return TextFiles(rest, config.document_separator)
-    if scheme == "scores":
-        what, remedy = "rows that an engine scored are no text", "extract: they are packed already"
-        raise UsageError(what, where=config.source, remedy=remedy)
-    if scheme == "maze":
-        from pipeline.maze import MazePaths
-
-        return MazePaths.of(rest or "k4", config.seed, split)
-    from pipeline.corpus.tables import TABLES, ChatLines, HubDataset
-
-    if scheme == "chat":
-        pattern, named = split_field(rest)
-        return ChatLines(pattern, named or config.field, config.packing == "prompts")
-    if scheme in TABLES:
-        pattern, named = split_field(rest)
-        return TABLES[scheme](pattern, named or config.field)
-    name, _, variant = rest.partition(":")
-    return HubDataset(name, variant or None, hub_split, config.field, config.revision)
 
 
 @dataclass(frozen=True)
@@ -178,10 +451,9 @@ def _fair_spans(source: Source, count: int, fraction: float) -> list[Span]:
     wanted, or 5% at most; else the document where the cut falls is divided.
     """
     sizes = []
-    for raw in source.documents(0, count):
-        content = raw.content
+    for content, where in source.documents(0, count):
         text = content if isinstance(content, str) else content.decode("utf-8", "replace")
-        sizes.append(len(source.text(text, raw)))
+        sizes.append(len(source.text(text, where)))
     total = sum(sizes)
     # Characters of the last 0, 1, 2, ... documents, one at least left to train.
     tails = [*accumulate(sizes[:0:-1], initial=0)]
@@ -214,8 +486,8 @@ def read_span(span: Span, config: CorpusConfig, tally: Tally, start: int | None 
 
         detokenize = detokenizer(config.detokenizer)
     first = span.start if start is None else start
-    for number, raw in enumerate(span.source.documents(first, span.stop), first):
-        text = _decoded(raw, span.source, config.on_bad_utf8, tally)
+    for number, found in enumerate(span.source.documents(first, span.stop), first):
+        text = _decoded(*found, span.source, config.on_bad_utf8, tally)
         if text is None:
             continue
         part = span.part(number, text)

@@ -1,4 +1,11 @@
-"""The tokenizer of a teacher: loading, identity, special ids, and text -> ids in parallel."""
+"""Text -> rows: a teacher's tokenizer, its special ids, ids in parallel, and how documents become rows.
+
+::
+
+    concat   d d d | d d S e e | e e e e      documents run on, S between them; no edges
+    wrap     B d d S e e E | B e e e e S E    the same stream in pieces of L - 2, framed
+    pad      B d d d E E E E                  one document per row
+"""
 
 from __future__ import annotations
 
@@ -9,14 +16,15 @@ import re
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerBase
 
-from pipeline.corpus.config import CorpusConfig, SpecialTokens
+from pipeline.corpus.config import MARKED, CorpusConfig, Packing, SpecialTokens
 from pipeline.corpus.documents import Tally
 from shards.errors import GdistillError, UsageError
 from shards.language_model.loading import find_tokenizer, looks_local
@@ -187,3 +195,82 @@ def encoded(
                 yield done, ids.result()
         for done, ids in pending:
             yield done, ids.result()
+
+
+@dataclass
+class Packer:
+    """Documents as rows of L tokens, batch by batch; where a batch ends leaves no trace.
+
+    Tokens that never fill a row are dropped at the end of a split and counted, as is what a padded
+    row has no room for. Documents of conversations are whole rows already.
+
+    Attributes:
+        row_length: L.
+        ids: What packing inserts.
+        group_documents: If positive, every so many documents of a stream are packed by themselves
+            and their remainder is dropped. 1000 repeats rows made with the batched ``map`` of
+            ``datasets``, whose batches drop theirs.
+    """
+
+    packing: Packing
+    row_length: int
+    ids: SpecialIds
+    group_documents: int = 0
+    num_dropped_tokens: int = 0
+    _rest: Ids = field(default_factory=lambda: np.empty(0, np.int32))
+    _num_in_group: int = 0
+
+    def __post_init__(self) -> None:
+        shortest = 2 if self.packing == "concat" else 3
+        if self.row_length < shortest:
+            what, expected = "rows are too short for this packing", f"{shortest} or more, {self.packing!r}"
+            raise UsageError(what, where="row_length", got=self.row_length, expected=expected)
+
+    def pack(self, documents: list[Ids]) -> np.ndarray:
+        """Rows [n, L] int32 completed by these documents."""
+        if self.packing == "pad":
+            rows = np.full((len(documents), self.row_length), self.ids.eos, np.int32)
+            rows[:, 0] = self.ids.bos
+            for row, document in zip(rows, documents, strict=True):
+                kept = document[: self.row_length - 2]
+                row[1 : len(kept) + 1] = kept
+                self.num_dropped_tokens += len(document) - len(kept)
+            return rows
+        if not self.group_documents:
+            return self._append(documents)
+        found = [self._append([])]
+        while documents:
+            room = self.group_documents - self._num_in_group
+            taken, documents = documents[:room], documents[room:]
+            found.append(self._append(taken))
+            self._num_in_group += len(taken)
+            if self._num_in_group == self.group_documents:
+                self.finish()
+        return np.concatenate(found)
+
+    def _append(self, documents: list[Ids]) -> np.ndarray:
+        has_separator = self.ids.separator is not None and self.packing not in MARKED
+        separator = np.array([self.ids.separator] if has_separator else [], np.int32)
+        stream = np.concatenate([self._rest, *(x for d in documents for x in (d, separator))])
+        is_framed = self.packing == "wrap"
+        body = self.row_length - 2 * is_framed
+        end = len(stream) // body * body
+        self._rest, pieces = stream[end:].copy(), stream[:end].reshape(-1, body)
+        if not is_framed:
+            return pieces
+        bos, eos = (np.full((len(pieces), 1), token, np.int32) for token in (self.ids.bos, self.ids.eos))
+        return np.concatenate([bos, pieces, eos], axis=1)
+
+    def finish(self) -> None:
+        """End of the split: what is left over is dropped and counted."""
+        self.num_dropped_tokens += len(self._rest)
+        self._rest, self._num_in_group = np.empty(0, np.int32), 0
+
+    def state(self) -> dict[str, Any]:
+        """JSON-ready state between two batches; ``restore`` goes on from it."""
+        counts = {"in_group": self._num_in_group, "dropped": self.num_dropped_tokens}
+        return {"rest": self._rest.tolist(), **counts}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        self._rest = np.array(state["rest"], np.int32)
+        self._num_in_group, self.num_dropped_tokens = state["in_group"], state["dropped"]

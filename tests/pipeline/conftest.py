@@ -15,8 +15,7 @@ from transformers import PreTrainedTokenizerFast
 
 from pipeline.corpus.config import CorpusConfig
 from pipeline.tokens import dataset, tokenizer
-from pipeline.tokens.build import prepare_tokens
-from pipeline.tokens.dataset import TokenDataset
+from pipeline.tokens.dataset import TokenDataset, prepare_tokens
 from tests.pipeline.extract_cases import contents, options, run, save_teacher, write_corpus
 
 WORDS = ["the", "a", "cat", "dog", "sat", "ran", "on", "mat,", "and", "then;", "Quick!", "old's"]

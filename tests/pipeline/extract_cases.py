@@ -11,8 +11,7 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 
-from pipeline.engine import run_scored
-from pipeline.run import run_extraction
+from pipeline.engine import run as run_request
 from pipeline.settings import Worker, resolve_request
 from shards.noise.kinds import Noise
 from shards.noise.philox import PositionKeys
@@ -76,8 +75,7 @@ def options(teacher: Path, corpus: Path, /, **changes: Any) -> dict[str, Any]:
 
 def run(out: Path, given: dict[str, Any], worker: Worker | None = None) -> ShardStore:
     """Run the extraction, from an engine where one is given, and open what it made."""
-    request = resolve_request(out, given)
-    (run_scored if request.is_scored else run_extraction)(request, worker or Worker())
+    run_request(resolve_request(out, given), worker or Worker())
     return ShardStore.open(out / "store")
 
 

@@ -20,7 +20,8 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from evaluation.likelihood.validation import validation_perplexity
 from evaluation.samples import read_data_rows
-from pipeline.run import corpus_unigram, run_tokens
+from pipeline.engine import run as run_request
+from pipeline.run import corpus_unigram
 from pipeline.settings import Worker, resolve_request
 from pipeline.tokens.chat import encode_chats
 from pipeline.tokens.dataset import TokenDataset
@@ -120,7 +121,7 @@ def test_padding_is_no_part_of_the_unigram(conversations: ShardStore, teacher: P
     found = conversations.resources["unigram_log_probs"].numpy()
     np.testing.assert_allclose(np.exp(found), counts / counts.sum(), rtol=1e-5)
     asked = write_lines(tmp_path / "prompts.jsonl", *({"prompt": "w2 w3 w3"} for _ in range(9)))
-    run_tokens(resolve_request(tmp_path, given(teacher, asked, "prompts")), Worker())
+    run_request(resolve_request(tmp_path, given(teacher, asked, "prompts")), Worker(), tokens_only=True)
     prompts = TokenDataset.open(tmp_path / "tokens")
     counts = np.bincount([4, 5, 5] * 8, minlength=VOCAB_SIZE) + 0.5  # one of nine is held out
     np.testing.assert_allclose(np.exp(corpus_unigram(prompts)), counts / counts.sum(), rtol=1e-5)

@@ -17,7 +17,7 @@ from transformers import GraniteConfig, GraniteForCausalLM, MambaConfig, MambaFo
 
 from pipeline.extract import Extractor
 from pipeline.maze import TEACHERS, MazeTeacherConfig
-from pipeline.plan import plan_lines, what_would_be_done
+from pipeline.plan import plan_lines
 from pipeline.run import public_source, run_extraction
 from pipeline.settings import ExtractRequest, PlanOptions, Worker, resolve_request
 from pipeline.teacher import RawLogits, Teacher
@@ -121,30 +121,27 @@ def test_a_store_at_a_url_holds_the_same_bytes(extract: Command, tmp_path: Path)
     url = f"memory://{tmp_path.name}/store"
     assert extract(tmp_path / "here")[0] == 0
     there = tmp_path / "there", "--store", url
-    assert "would write" in extract(*there, "--dry-run")[1]
+    assert "all of it is to do" in extract(*there, "--plan")[1]
     code, out, _ = extract(*there)
     assert code == 0 and url in out
     assert not (tmp_path / "there" / "store").exists()
     place = open_location(url)
     remote = {name: place.read(name) for name in place.sizes()}
     assert remote == contents(tmp_path / "here" / "store")
-    code, out, _ = extract(*there, "--dry-run")
-    assert code == 0 and "stage 2   done" in out
+    code, out, _ = extract(*there, "--plan")
+    assert code == 0 and f"{url}: it is done" in out
 
 
-def test_plan_and_dry_run_touch_nothing(extract: Command, tmp_path: Path) -> None:
+def test_a_plan_touches_nothing_and_says_what_is_done(extract: Command, tmp_path: Path) -> None:
     out = tmp_path / "out"
     code, text, _ = extract(out, "--plan", "--rate", "1e6", "--tokens", "1e9")
-    assert code == 0 and "1,000,000,000  as given" in text
-    code, text, _ = extract(out, "--dry-run")
-    assert code == 0 and "would tokenize" in text and not out.exists()
+    assert code == 0 and "1,000,000,000  as given" in text and "all of it is to do" in text and not out.exists()
     extract(out)
     before = contents(out)
-    code, text, _ = extract(out, "--dry-run")
-    assert code == 0 and "stage 1   done" in text and "stage 2   done" in text
-    assert contents(out) == before
+    code, text, _ = extract(out, "--plan")
+    assert code == 0 and "counted in" in text and "it is done" in text and contents(out) == before
     next((out / "store/ledger").rglob("*.json")).unlink()
-    assert "would write 1 shards that are not done" in extract(out, "--dry-run")[1]
+    assert "1 shards are not done" in extract(out, "--plan")[1]
 
 
 BAD: dict[str, tuple[list[object], str]] = {
@@ -169,7 +166,6 @@ BAD: dict[str, tuple[list[object], str]] = {
     "unwritable": (["--out", "{folder}/file/out"], "cannot write there"),
     "rate": (["--plan", None, "--rate", "0"], "plan.rate"),
     "rate alone": (["--rate", "3"], "an option of --plan without it"),
-    "two plans": (["--plan", None, "--dry-run", None], "exclude each other"),
     "config file": (["--config", "/nonexistent.toml"], "cannot read the config file"),
 }
 
@@ -187,7 +183,7 @@ def test_bad_requests_are_one_line_and_leave_nothing_behind(
             del given[at : at + 2]
         if value is not None:
             given += [name, str(value).format(folder=tmp_path)]
-        elif name in ("--plan", "--dry-run"):
+        elif name == "--plan":
             given.append(name)
     code, _, err = command(*given)
     assert code == 2
@@ -269,9 +265,8 @@ def test_settings_come_from_file_options_and_overrides(tmp_path: Path, corpus: P
 
 
 def test_every_option_reaches_the_run(command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[tuple[ExtractRequest, Worker]] = []
-    for name in ("run_extraction", "run_tokens"):
-        monkeypatch.setattr(f"pipeline.run.{name}", lambda *given: seen.append(given) or [])
+    seen: list[tuple[ExtractRequest, Worker, bool]] = []
+    monkeypatch.setattr("pipeline.engine.run", lambda *given: seen.append(given) or [])
     shared = ["--out", tmp_path, "--teacher", "t", "--tokenizer", "u", "--row-length", 9]
     stored = ["--store", "s", "--codec", "full", "--seed", 4, "--worker", 1, "--workers", 2]
     how = ["--batch-size", 3, "--dtype", "bfloat16", "--device", "cuda:1", "--compile", "--strict"]
@@ -282,10 +277,11 @@ def test_every_option_reaches_the_run(command: Command, tmp_path: Path, monkeypa
         ["complete", *shared, *stored, "--prompts", "a.jsonl", "--temperature", 0.5],
     ):
         assert command(*words)[0] == 0, words
-    for request, _ in seen:
+    assert [tokens_only for *_, tokens_only in seen] == [False, True, False]
+    for request, *_ in seen:
         place = request.settings.teacher.location, request.settings.teacher.tokenizer
         assert (*place, request.out, request.corpus.row_length) == ("t", "u", tmp_path, 9)
-    (whole, process), (tokens, _), (complete, answering) = seen
+    (whole, process, _), (tokens, *_), (complete, answering, _) = seen
     for request, worker in ((whole, process), (complete, answering)):
         assert (request.store, request.codec.name, worker) == ("s", "full", Worker(1, 2))
         assert (request.settings.seed, request.settings.mode) == (4, "sequential")
@@ -361,12 +357,11 @@ def test_teachers_that_cannot_score(tmp_path: Path, teacher: Path, corpus: Path)
 
 WAYS: dict[str, Callable[[ExtractRequest], object]] = {
     "run": lambda request: run_extraction(request, Worker()),
-    "--dry-run": lambda request: what_would_be_done(request, Worker()),
-    "--plan": lambda request: plan_lines(request, PlanOptions(tokens=1e6)),
+    "--plan": lambda request: plan_lines(request, PlanOptions(tokens=1e6), Worker()),
 }
 
 
-def test_a_run_a_plan_and_a_dry_run_refuse_alike(tmp_path: Path, asked: Asked) -> None:
+def test_a_run_and_a_plan_refuse_alike(tmp_path: Path, asked: Asked) -> None:
     two_swapped = [*WORDS[:-2], WORDS[-1], WORDS[-2]]
     other = extract_cases.save_tokenizer(tmp_path / "other", two_swapped)
     wide = extract_cases.save_tokenizer(tmp_path / "wide", [*WORDS, *(f"x{i}" for i in range(64))])

@@ -101,14 +101,12 @@ def test_tokenizer_and_artifact(tmp_path: Path) -> None:
 def test_teacher_reaches_the_entropy_of_its_corpus_and_is_left_alone(tmp_path: Path) -> None:
     maze, out = load_maze("k4"), tmp_path / "teacher"
     report = train(maze, out, TINY)
-    # Pinsker: TV <= sqrt(KL / 2), and KL is the loss above the entropy. What 120 steps reach
-    # depends on rounding: MOST_EXCESS_NATS leaves room.
-    excess = report.loss_nats - report.entropy_nats
-    assert 0 <= excess < MOST_EXCESS_NATS
-    assert report.total_variation_to_corpus <= math.sqrt(excess / 2) + 1e-6
+    # What 120 steps reach depends on rounding: MOST_EXCESS_NATS leaves room.
+    assert 0 <= report.loss_nats - report.entropy_nats < MOST_EXCESS_NATS
     assert report.entropy_nats == pytest.approx(math.log(4), abs=0.01)
     model_probs = report.path_probabilities
     outside = 1 - sum(model_probs)
+    # Pinsker: TV <= sqrt(KL / 2), and KL is the loss above the entropy.
     assert 0 <= outside <= math.sqrt(MOST_EXCESS_NATS / 2)
     by_hand = (sum(abs(p - 1 / 4) for p in model_probs) + outside) / 2
     assert report.total_variation == pytest.approx(by_hand, abs=1e-9)

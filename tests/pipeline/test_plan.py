@@ -12,7 +12,7 @@ from transformers import CLIPConfig, PreTrainedConfig, T5Config
 
 from pipeline.plan import count_tokens, measured_bytes_per_token, plan_lines
 from pipeline.run import check_teacher, known_teacher
-from pipeline.settings import PlanOptions, resolve_request
+from pipeline.settings import PlanOptions, Worker, resolve_request
 from pipeline.teacher import Teacher
 from shards.codec.registry import CODECS, make_codec
 from shards.errors import GdistillError, UsageError
@@ -23,7 +23,7 @@ from tests.pipeline.extract_cases import ROW_LENGTH, VOCAB_SIZE, options, run
 
 def planned(out: Path, given: dict[str, Any], **figures: float) -> dict[str, str]:
     """Label -> the rest of its line."""
-    lines = plan_lines(resolve_request(out, given), PlanOptions(**figures))
+    lines = plan_lines(resolve_request(out, given), PlanOptions(**figures), Worker())
     return {line[:10].strip(): " ".join(line[10:].split()) for line in lines}
 
 

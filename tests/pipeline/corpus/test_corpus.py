@@ -103,7 +103,7 @@ def test_csv_files(tmp_path: Path) -> None:
     source = source_of(corpus_config(f"{tmp_path}/a.csv"))
     assert source.count() == 5001
     whole = list(source.documents(0, 5001))
-    assert whole[-1].content == last.encode() and whole[4321].content.endswith(b" 4321")  # type: ignore[arg-type]
+    assert whole[-1][0] == last.encode() and whole[4321][0].endswith(b" 4321")
     assert list(source.documents(4990, 4995)) == whole[4990:4995]
     (tmp_path / "b.csv").write_bytes("\ufefftext,n\n".encode() + b'"bad \xff byte",1\n\n,2\n')
     assert everything(f"{tmp_path}/b.csv", on_bad_utf8="skip", **ALL) == []
@@ -125,7 +125,7 @@ def test_data_sets_of_the_hub_library(tmp_path: Path, monkeypatch: pytest.Monkey
     tally = Tally()
     assert list(read_documents(nothing, "train", tally)) == ["a", "b"] and tally.num_empty == 1
     (folder / "test.parquet").unlink()
-    first, second = (source_of(own).identity() for _ in range(2))
+    first, second = (source_of(own).identity({}) for _ in range(2))
     assert first == second
     for place, change, message in (
         (folder, {"field": "txt"}, r"no field 'txt'.*did you mean 'text'"),
@@ -153,7 +153,7 @@ def test_a_local_folder_of_a_data_set_is_known_by_its_content(tmp_path: Path) ->
     for name, text in (("one", "a"), ("two", "a"), ("three", "b")):
         (tmp_path / name).mkdir()
         (tmp_path / name / "train.jsonl").write_text(json.dumps({"text": text}) + "\n")
-        facts = source_of(CorpusConfig(f"hf:{tmp_path / name}")).identity()
+        facts = source_of(CorpusConfig(f"hf:{tmp_path / name}")).identity({})
         local = ("path", "modified_ns")
         identities.append([{k: fact[k] for k in fact if k not in local} for fact in facts])
     assert identities[0] == identities[1] != identities[2]
@@ -270,7 +270,7 @@ def test_text_that_is_not_utf8(tmp_path: Path) -> None:
     column = pa.array([b"ok"] * 300 + [b"\xff"]).view(pa.string())
     pq.write_table(pa.table({"text": column}), tmp_path / "a.parquet")
     for name, message in (
-        ("a.txt", rf"{path}: byte {5 + 14 + 4}\]; got byte 0xff"),
+        ("a.txt", rf"{path}: document at byte {5 + 14}, byte 4\]; got byte 0xff"),
         ("a.jsonl", "lone surrogate"),
         ("a.parquet", "row 300, byte 0"),
     ):
@@ -391,7 +391,7 @@ def test_maze_documents_are_the_teachers_training_rows() -> None:
     config = corpus_config("maze:m57", {"seed": 5})
     train, validation = splits_of(config)
     assert train == draw_documents(load_maze("m57"), 2000, 5, "train") and len(validation) == 500
-    assert json.dumps(source_of(config).identity())
+    assert json.dumps(source_of(config).identity({}))
 
 
 # Rewrites worked by hand; expected strings follow the reference's rules, oddities included.

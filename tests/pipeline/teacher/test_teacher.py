@@ -91,7 +91,7 @@ def test_log_probs_are_those_of_transformers_over_real_tokens(tmp_path: Path, fa
     teacher = load(folder)
     # transformers adds Qwen's <|endoftext|> to any tokenizer beside a Qwen.
     assert teacher.vocab_size == len(load_tokenizer(folder)) in (VOCAB_SIZE, VOCAB_SIZE + 1)
-    assert teacher.context_length == CONTEXT_LENGTH
+    assert teacher.files.context_length == CONTEXT_LENGTH
     plain = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     with torch.no_grad():
         logits = plain(input_ids=random_rows()).logits[:, :-1, : teacher.vocab_size]
@@ -417,30 +417,28 @@ def test_rows_begin_like_documents_and_go_beyond_the_corpus(tmp_path: Path, aske
     assert len(np.unique(rows, axis=0)) > 100, "beyond the corpus nothing repeats"
 
 
-def test_rows_at_once_are_many_for_small_models_and_bounded_in_memory(loaded: Teacher) -> None:
+def test_rows_written_side_by_side_are_bounded_by_memory(loaded: Teacher, gpu_of: Gpu) -> None:
     assert generate.rows_at_once(loaded, ROW_LENGTH) == 128
     # Keys and values of 2 layers of width 16 in float32: 256 bytes a token.
     assert generate.rows_at_once(loaded, (4 << 30) // 256 // 50) == 50
-    assert generate.rows_at_once(loaded, (4 << 30) // 256) == 32
-
-
-def test_rows_on_a_gpu_are_as_many_as_its_memory_holds(gpu_of: Gpu) -> None:
-    """GPT-2 Large in float32, 1,024 tokens on 80 GB: 377 MB of cache and 3.6 MB of a step a row."""
-    gpu, shape = gpu_of(80 * 10**9), {"num_hidden_layers": 36, "num_attention_heads": 20}
-    token = generate.cached_token_bytes(SimpleNamespace(**shape), 1280, 4)
-    assert token == 2 * 36 * 1280 * 4
-    # Heads that share keys and values need fewer bytes of a token.
-    shared = generate.cached_token_bytes(SimpleNamespace(**shape, num_key_value_heads=5), 1280, 4)
-    wide = generate.cached_token_bytes(SimpleNamespace(**shape, head_dim=128), 1280, 4)
-    assert wide == 2 * token, "heads of 128, not of 1280 / 20"
-    for row, taken, expected in (
-        (1024 * token, 0, 104),
-        (1024 * shared, 0, 408),
-        (1024 * token, 40 * 10**9, 52),
-        (10**6 * token, 0, 1),
-        (2 * token, 0, 512),
+    assert generate.rows_at_once(loaded, 8 << 30) == 1
+    # GPT-2 Large's shape in float32, 1,024 tokens, 4 GB of weights: half of what they leave, for 377 MB of cache and
+    # 3.6 MB of a step a row.
+    shape = {"num_hidden_layers": 36, "num_attention_heads": 20}
+    weights = [torch.empty(10**9, device="meta")]
+    large: Any = loaded
+    large.model = SimpleNamespace(parameters=lambda: weights)
+    for changes, memory, expected in (
+        ({}, 80, 99),
+        ({"num_key_value_heads": 5}, 80, 387),
+        ({"head_dim": 128}, 80, 50),  # heads of 128, not of 1280 / 20
+        ({}, 4, 1),
+        ({}, 800, 512),
     ):
-        assert generate.rows_that_fit(gpu, row, 50_257, taken) == expected
+        config = SimpleNamespace(**shape, **changes)
+        large.files = SimpleNamespace(text_config=config, hidden_size=1280, num_logits=50_257)
+        large.device = gpu_of(memory * 10**9)
+        assert generate.rows_at_once(large, 1024) == expected, changes
 
 
 def test_a_size_that_fits_is_kept_from_shard_to_shard(monkeypatch: pytest.MonkeyPatch, loaded: Teacher) -> None:

@@ -28,11 +28,10 @@ from pipeline.corpus.config import CorpusConfig, corpus_config
 from pipeline.corpus.detokenize import detokenizer
 from pipeline.maze import MazeLayout, MazeTeacherConfig, maze_tokenizer, train_maze_teacher
 from pipeline.references import write_references
-from pipeline.tokens import build
-from pipeline.tokens.build import SpecialIds, make_packer, prepare_tokens
-from pipeline.tokens.dataset import FIELDS, FORMAT_VERSION, TokenDataset
-from pipeline.tokens.pieces import cut_between_words, encode_with_overlap, join
-from pipeline.tokens.tokenizer import backend, encode, load_tokenizer, special_ids
+from pipeline.tokens import dataset as stage
+from pipeline.tokens.dataset import FIELDS, FORMAT_VERSION, TokenDataset, prepare_tokens
+from pipeline.tokens.pieces import cut_between_words
+from pipeline.tokens.tokenizer import Packer, SpecialIds, backend, encode, load_tokenizer, special_ids
 from shards.errors import GdistillError, IntegrityError, UsageError
 from tests.pipeline.conftest import Asked, Prepare
 from tests.pipeline.extract_cases import contents, run, times
@@ -138,7 +137,7 @@ def test_a_changed_corpus_is_refused_by_name(
     tmp_path: Path, sentence_corpus: CorpusConfig, prepare: Prepare, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prepare(tmp_path / "run")
-    path, encode = Path(sentence_corpus.source.removeprefix("text:")), build.encode
+    path, encode = Path(sentence_corpus.source.removeprefix("text:")), stage.encode
     path.write_text(path.read_text().replace("dog", "god", 1))
     with pytest.raises(GdistillError, match=r"not the one that was tokenized.*corpus\.txt"):
         prepare(tmp_path / "run")
@@ -147,7 +146,7 @@ def test_a_changed_corpus_is_refused_by_name(
         os.utime(path, (1, 1))
         return encode(*arguments, **named)
 
-    monkeypatch.setattr(build, "encode", meddle)
+    monkeypatch.setattr(stage, "encode", meddle)
     with pytest.raises(GdistillError, match="changed while it was read"):
         prepare(tmp_path / "meddled")
     assert not (tmp_path / "meddled/tokens").exists()
@@ -208,14 +207,14 @@ def test_folders_made_to_do_harm_are_one_line(tmp_path: Path, splits: Any) -> No
 def test_only_the_rows_asked_for_are_tokenized(
     tmp_path: Path, prepare: Prepare, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    whole, seen, read = prepare(tmp_path / "whole"), [], build.read_span
+    whole, seen, read = prepare(tmp_path / "whole"), [], stage.read_span
 
     def counted(*arguments: Any) -> Any:
         for item in read(*arguments):
             seen.append(item)
             yield item
 
-    monkeypatch.setattr(build, "read_span", counted)
+    monkeypatch.setattr(stage, "read_span", counted)
     few = prepare(tmp_path / "few", {"train": 7, "validation": 0})
     assert (few.num_rows("train"), few.num_rows("validation")) == (7, 0)
     assert np.array_equal(few.read_rows("train", 0, 7), whole.read_rows("train", 0, 7))
@@ -367,7 +366,7 @@ BY_HAND: dict[str, tuple[Any, list[list[int]], list[list[int]], int]] = {
 @pytest.mark.parametrize("name", BY_HAND)
 def test_packing_by_hand(name: str) -> None:
     given_to, texts, rows, num_dropped = BY_HAND[name]
-    packer = make_packer(name.split()[0], *given_to)  # type: ignore[arg-type]
+    packer = Packer(name.split()[0], *given_to)  # type: ignore[arg-type]
     assert packer.pack(documents(*texts)).tolist() == rows
     packer.finish()
     assert packer.num_dropped_tokens == num_dropped
@@ -383,7 +382,7 @@ def test_batch_borders_and_resumes_leave_no_trace(
     texts: list[list[int]], cut: int, packing: Any, is_grouped: bool
 ) -> None:
     group = 3 if is_grouped and packing != "pad" else 0
-    whole, first, second = (make_packer(packing, 4, IDS, group) for _ in range(3))
+    whole, first, second = (Packer(packing, 4, IDS, group) for _ in range(3))
     rows = whole.pack(documents(*texts))
     whole.finish()
     head = first.pack(documents(*texts[:cut]))
@@ -402,7 +401,7 @@ def test_batch_borders_and_resumes_leave_no_trace(
 def test_rows_without_room_are_refused() -> None:
     for packing, length in (("concat", 1), ("wrap", 2), ("pad", 2)):
         with pytest.raises(UsageError, match="too short"):
-            make_packer(packing, length, IDS)  # type: ignore[arg-type]
+            Packer(packing, length, IDS)  # type: ignore[arg-type]
 
 
 # Long documents are tokenized in pieces.
@@ -439,43 +438,23 @@ def test_a_normalizer_that_adds_to_the_text_forbids_cuts(bpe: PreTrainedTokenize
     assert len(cut_between_words(fast, TEXTS["accents"], 100)) > 10
 
 
-@pytest.mark.parametrize("name", sorted(TEXTS))
-def test_overlapping_pieces_have_the_ids_of_the_whole(bpe: PreTrainedTokenizerFast, name: str) -> None:
-    fast, text = backend(bpe), TEXTS[name]
-    assert encode_with_overlap(fast, text, 1000).tolist() == whole(fast, text)
-
-
-@pytest.mark.parametrize("num_equal", [1, 10, 63, 64, 90])
-def test_pieces_are_joined_where_many_tokens_agree(num_equal: int) -> None:
-    """Fewer may agree by chance: then the text is tokenized whole."""
-    borders = np.arange(200, dtype=np.int64)
-    left, right = np.zeros(200, np.int32), np.ones(200, np.int32)
-    left[50 : 50 + num_equal] = right[50 : 50 + num_equal] = 7
-    cut = join(left, borders, right, borders)
-    assert (cut is not None) == (num_equal >= 64)
-    if cut is not None:
-        assert cut[0] == cut[1] and 50 <= cut[0] < 50 + num_equal
-
-
 def test_real_tokenizers(shared: Path) -> None:
     text = (shared / "data/tinystories/tinystories_a.txt").read_text(encoding="utf-8")[:60_000]
     for name in ("gpt2-tokenizer", "stories260K"):
         fast = backend(load_tokenizer(shared / "data" / name))
         expected = np.array(whole(fast, text))
-        assert np.array_equal(encode_with_overlap(fast, text, 10_000), expected)
         assert np.array_equal(encode(load_tokenizer(shared / "data" / name), [text])[0], expected)
 
 
 def test_long_and_short_documents_in_one_batch_keep_their_order(
     bpe: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Batches, groups of pieces and overlaps all smaller than the documents; none is cut short."""
+    """Batches of pieces smaller than the documents; none is cut short."""
     fast = Tokenizer.from_str(backend(bpe).to_str())
     fast.enable_truncation(max_length=8)
     fast.enable_padding(length=9)
     whole_words_only = PreTrainedTokenizerFast(tokenizer_object=fast, eos_token=END)
     monkeypatch.setattr("pipeline.tokens.pieces.BATCH_CHARACTERS", 20_000)
-    monkeypatch.setattr("pipeline.tokens.pieces.HUGE_CHARACTERS", 50_000)
     texts = [TEXTS["sentences"] * 5, "", "the cat", TEXTS["no white space"] * 10, "ran"]
     texts += [TEXTS["accents"] * 6]
     expected = [whole(backend(bpe), text) for text in texts]
@@ -489,13 +468,13 @@ def test_processes_that_ask_at_the_same_time_share_one_run(
     tmp_path: Path, prepare: Prepare, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The lock is per open file, so threads stand for processes here."""
-    publish, built = build.publish_folder, []
+    publish, built = stage.publish_folder, []
 
     def counted(*arguments: Any) -> None:
         built.append(1)
         publish(*arguments)
 
-    monkeypatch.setattr(build, "publish_folder", counted)
+    monkeypatch.setattr(stage, "publish_folder", counted)
     with ThreadPoolExecutor(3) as pool:
         asked = [pool.submit(prepare, tmp_path) for _ in range(3)]
         assert len({one.result().fingerprint for one in asked}) == 1
@@ -507,7 +486,7 @@ def test_processes_that_ask_at_the_same_time_share_one_run(
 def test_an_interrupted_stage_goes_on_to_the_same_bytes(
     tmp_path: Path, prepare: Prepare, monkeypatch: pytest.MonkeyPatch, packing: str
 ) -> None:
-    whole, encoded = prepare(tmp_path / "whole", packing=packing), build.encoded
+    whole, encoded = prepare(tmp_path / "whole", packing=packing), stage.encoded
     for num_batches in (1, 4, 9, 12):
         run, read = tmp_path / str(num_batches), list[int]()
 
@@ -519,7 +498,7 @@ def test_an_interrupted_stage_goes_on_to_the_same_bytes(
                 yield found
 
         with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-            patch.setattr(build, "encoded", count)
+            patch.setattr(stage, "encoded", count)
             prepare(run, packing=packing)
         assert not (run / "tokens").exists()
         with pytest.raises(UsageError, match="no finished token data set"):
@@ -539,17 +518,17 @@ KILLED = """
 import os, signal, sys
 from pathlib import Path
 from pipeline.corpus.config import corpus_config
-from pipeline.tokens import build, dataset, tokenizer
+from pipeline.tokens import dataset, tokenizer
 dataset.PART_TOKENS, dataset.ROW_GROUP_TOKENS, tokenizer.BATCH_DOCUMENTS = 800, 160, 40
-write = build.write_json_atomic
+write = dataset.write_json_atomic
 def write_and_die(path, journal):
     write(path, journal)
     if len(journal["splits"]["train"]["parts"]) == 3:
         os.kill(os.getpid(), signal.SIGKILL)
-build.write_json_atomic = write_and_die
+dataset.write_json_atomic = write_and_die
 settings = {"document_separator": "line", "row_length": 16, "validation_documents": 50}
 config = corpus_config(sys.argv[1], settings)
-build.prepare_tokens(config, tokenizer.load_tokenizer(sys.argv[2]), Path(sys.argv[3]))
+dataset.prepare_tokens(config, tokenizer.load_tokenizer(sys.argv[2]), Path(sys.argv[3]))
 """
 
 

@@ -178,7 +178,7 @@ MAMBA = {**SIZES, "num_hidden_layers": 1, "state_size": 4, "use_mambapy": False}
 def test_models_that_read_any_length_score(tmp_path: Path, network: Callable[[], Any]) -> None:
     network().save_pretrained(tmp_path)
     folder = save_tokenizer(tmp_path)
-    assert Teacher.load(folder, device="cpu").context_length is None
+    assert Teacher.load(folder, device="cpu").files.context_length is None
     assert load_judge(str(folder)).context_length == UNLIMITED_CONTEXT
     assert load_verifier(str(folder), VOCAB_SIZE, CPU).context_length is None
 
