@@ -189,13 +189,8 @@ class ExtractSettings:
 
 @dataclass(frozen=True)
 class PlanOptions:
-    """What a user knows that ``--plan`` would otherwise estimate.
-
-    Attributes:
-        rate: Tokens per second of one process.
-        tokens: Tokens of the corpus.
-        price: Price of an hour of one process, in whatever currency.
-    """
+    """What a user knows that ``--plan`` would otherwise estimate: tokens/s and price of an hour of one
+    process, tokens of the corpus."""
 
     rate: float | None = setting(None, within="(0, inf)")
     tokens: float | None = setting(None, within="(0, inf)")
@@ -207,13 +202,8 @@ class PlanOptions:
 
 @dataclass(frozen=True)
 class Worker:
-    """One of ``count`` processes at work on the same store.
-
-    Attributes:
-        index: 0 .. count - 1; number 0 shows progress.
-        count: How many there are.
-        local_index: Number among the processes of this machine: chooses the GPU.
-    """
+    """One of ``count`` processes at work on the same store; ``local_index``, its number on its machine,
+    chooses the GPU."""
 
     index: int = 0
     count: int = 1
@@ -230,12 +220,7 @@ class Worker:
     def from_environment(
         cls, index: int | None, count: int | None, environment: Mapping[str, str] = os.environ
     ) -> Worker:
-        """The options if given, else what the launcher (torchrun, mpirun, srun) says.
-
-        Raises:
-            UsageError: If only one of the two options is given, they do not fit, or a variable
-                of the launcher is no number.
-        """
+        """The options if given, else what the launcher (torchrun, mpirun, srun) says."""
 
         def number(name: str) -> int:
             try:
@@ -263,10 +248,10 @@ class Worker:
 
     def device(self, name: str) -> str:
         """The device of this process: its own GPU where there are several."""
-        import torch
-
         if self.local_index is None or name not in ("auto", "cuda"):
             return name
+        import torch
+
         if name == "auto" and not torch.cuda.is_available():
             return "cpu"
         return f"cuda:{self.local_index % max(1, torch.cuda.device_count())}"
@@ -306,8 +291,7 @@ class ExtractRequest:
     def stored_rows(self, split: str, available: int) -> int:
         """Rows of a split that the store gets of a corpus that has so many, the first ones.
 
-        A teacher that writes its own rows may write more than there are, where a number is asked
-        for; of validation, a number of its own.
+        A teacher that writes its own may write more, where a number is asked for; of validation, its own.
         """
         limit = self.row_limits.get(split, available)
         own = split != "validation" or self.settings.store.validation_rows is not None

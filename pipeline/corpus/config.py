@@ -3,8 +3,6 @@
 ``maze[:LAYOUT]``, ``text:PATH-or-GLOB``, ``jsonl:PATH#field``, ``csv:PATH#column``,
 ``parquet:PATH#column``, ``hf:NAME[:CONFIG]``, the name of a preset in ``presets/``, a TOML file
 like those, or the bare path (or glob) of files whose suffix tells their kind.
-
-Nothing here reads a document, so that asking for help or a wrong word costs no heavy import.
 """
 
 from __future__ import annotations
@@ -151,10 +149,9 @@ def _unknown(spec: str) -> UsageError:
 
 
 def corpus_config(spec: str, settings: Mapping[str, Any] | None = None, *, is_read: bool = False) -> CorpusConfig:
-    """The configuration of a corpus named on the command line.
+    """The configuration of a corpus named on the command line (``spec``).
 
     Args:
-        spec: Preset, TOML file, source, or the path of files.
         settings: Further values by field name; they win, and None values are ignored.
         is_read: Stage 1 is finished, and files may have gone since.
 
@@ -163,7 +160,15 @@ def corpus_config(spec: str, settings: Mapping[str, Any] | None = None, *, is_re
             kind of source does not look at.
     """
     given = {key: value for key, value in (settings or {}).items() if value is not None}
-    config = resolve(CorpusConfig, _base(spec, is_read), given)
+    scheme, colon, _ = spec.partition(":")
+    if spec in preset_names():
+        base = read_toml(PRESETS / f"{spec}.toml")
+    elif colon and scheme in SCHEMES:
+        preset = read_toml(PRESETS / "maze.toml") if scheme == "maze" else {}
+        base = {**preset, "source": spec, **({"packing": "chat"} if scheme == "chat" else {})}
+    else:
+        base = read_toml(Path(spec)) if spec.endswith(".toml") else {"source": _source_of_path(spec, is_read)}
+    config = resolve(CorpusConfig, base, given)
     _check_meaning(config, given)
     scheme, rest = scheme_of(config.source)
     if scheme == "maze" and config.row_length is None:
@@ -189,24 +194,8 @@ def _check_meaning(config: CorpusConfig, given: dict[str, Any]) -> None:
         raise UsageError("two fields are named", where="corpus.field", got=f"{given['field']!r} and #{named}")
 
 
-def _base(spec: str, is_read: bool) -> dict[str, Any]:
-    scheme, colon, _ = spec.partition(":")
-    if spec in preset_names():
-        return read_toml(PRESETS / f"{spec}.toml")
-    if colon and scheme in SCHEMES:
-        preset = read_toml(PRESETS / "maze.toml") if scheme == "maze" else {}
-        return {**preset, "source": spec, **({"packing": "chat"} if scheme == "chat" else {})}
-    if spec.endswith(".toml"):
-        return read_toml(Path(spec))
-    return {"source": _source_of_path(spec, is_read)}
-
-
 def _source_of_path(spec: str, is_read: bool) -> str:
-    """A bare path or glob, with ``#field`` if need be, as a source: its suffix tells the kind.
-
-    Raises:
-        UsageError: If there is no such file, or its suffix tells nothing.
-    """
+    """A bare path or glob, with ``#field`` if need be, as a source: its suffix tells the kind."""
     pattern = os.path.expanduser(split_field(spec)[0])
     path, where = Path(pattern.lower()), f"--corpus {spec}"
     suffix = Path(path.stem).suffix if path.suffix in (".gz", ".zst") else path.suffix

@@ -74,14 +74,8 @@ class Source(ABC):
 
 @dataclass(frozen=True)
 class Files(Source):
-    """Files in name order, each a run of documents.
-
-    Attributes:
-        pattern: A path or a glob.
-        read: The documents of one file, in one pass.
-        parse: (decoded content, its place) -> text; None where all of it is text.
-        num_documents: How many a file has, where that is known without reading it.
-    """
+    """Files of a path or glob in name order; ``read`` gives the documents of one, ``parse`` makes text of
+    (decoded content, its place), ``num_documents`` counts without reading."""
 
     pattern: str
     read: Callable[[Path], Iterator[Found]]
@@ -132,13 +126,7 @@ def expand(pattern: str) -> list[Path]:
 
 @contextmanager
 def open_bytes(path: Path) -> Iterator[io.BufferedReader]:
-    """The file's bytes, decompressed if it ends in ``.gz`` or ``.zst``, without a byte order mark.
-
-    Frames that follow each other in one file are read as one text.
-
-    Raises:
-        GdistillError: For a file that cannot be read, or is damaged or cut short; names it.
-    """
+    """The file's bytes, decompressed if it ends in ``.gz`` or ``.zst``, without a byte order mark."""
     kind = COMPRESSION.get(path.suffix.lower())
     try:
         with pa.input_stream(str(path), compression=kind) as stream:
@@ -173,13 +161,9 @@ def looks_unchanged(known: dict[str, Any]) -> bool:
 
 
 def text_documents(path: Path, separator: str) -> Iterator[Found]:
-    """Plain text; a file's end always ends a document. Line ends around a document are no part of it.
+    """Plain text by a separator (see :class:`CorpusConfig`). Line ends around a document are no part of it.
 
     Documents of nothing but white space are not counted, except with ``line``.
-
-    Args:
-        separator: ``line`` (every line is a document), ``blank_line`` (paragraphs), ``file`` (every
-            file is one document), or the text of a line that stands between documents.
     """
     with open_bytes(path) as file:
         if separator == "line":
@@ -338,15 +322,8 @@ def _opened(path: Path, read: Callable[[io.BufferedReader, Path], Iterator[Found
 
 @dataclass
 class Tally:
-    """What was read so far; all counts are of one split.
-
-    Attributes:
-        num_documents: Documents handed on.
-        num_bytes: Their size in UTF-8.
-        num_empty: Documents left out for holding nothing but white space.
-        num_bad_utf8: Documents that were not UTF-8, repaired or left out.
-        num_control_characters: Control characters kept in the text.
-    """
+    """What was read so far of one split: documents handed on and their bytes of UTF-8, those left out for
+    being blank, those that were no UTF-8, and control characters kept in the text."""
 
     num_documents: int = 0
     num_bytes: int = 0
@@ -356,11 +333,7 @@ class Tally:
 
 
 def _decoded(text: bytes | str, where: str, source: Source, policy: BadUtf8, tally: Tally) -> str | None:
-    """The document's clean text, counted in ``tally``; None if the policy leaves it out.
-
-    Raises:
-        GdistillError: For text that is not UTF-8, under the policy ``error``.
-    """
+    """The document's clean text, counted in ``tally``; None if the policy leaves it out."""
 
     def is_refused(byte: int, got: str) -> bool:
         tally.num_bad_utf8 += 1
@@ -421,12 +394,7 @@ def _next_space(text: str, at: int) -> int:
 
 
 def plan_spans(config: CorpusConfig) -> list[Span]:
-    """What each split reads, by the configuration's split rule.
-
-    Raises:
-        GdistillError: If the corpus has no documents.
-        UsageError: If more documents are to be held out than there are.
-    """
+    """What each split reads, by the configuration's split rule."""
     train, validation = open_source(config, "train"), open_source(config, "validation")
     assert train is not None
     count = _limited_count(train, config)

@@ -143,16 +143,10 @@ def publish_rows(
     tokenizer: PreTrainedTokenizerBase,
     border_ids: Mapping[str, Any],
 ) -> TokenDataset:
-    """Make ``out/tokens`` of the parts in ``.tokens.partial``.
+    """Make ``out/tokens`` of the parts in ``.tokens.partial``, by split, and what was counted of each.
 
-    Args:
-        out: The run's folder.
-        parts: By split.
-        counts: By split, what was read, left out and repaired.
-        identity: What decides the rows.
-        corpus: Its settings, ``row_length`` among them.
-        tokenizer: Whose ids the rows hold.
-        border_ids: ``bos_id`` and ``eos_id``.
+    ``identity`` decides the rows; ``corpus`` holds the corpus's settings, ``row_length`` among them, and
+    ``border_ids`` are ``bos_id`` and ``eos_id``.
     """
     work = out / ".tokens.partial"
     row_length = corpus["row_length"]
@@ -186,17 +180,7 @@ def publish_rows(
 
 
 class TokenDataset:
-    """Reader of a finished stage 1; see :meth:`open`. Memory: two row groups at a time.
-
-    Attributes:
-        path: The ``tokens`` folder; ``tokenizer_path`` is the tokenizer's in it.
-        record: The parsed ``tokens.json``.
-        fingerprint: Identifies the rows.
-        row_length: Tokens of a row, L.
-        vocab_size: Entries of the tokenizer, special tokens included.
-        max_token_id: The largest id in any row; -1 without rows.
-        splits: Their names.
-    """
+    """Reader of a finished stage 1; see :meth:`open`. Memory: two row groups at a time."""
 
     def __init__(self, path: Path, record: dict[str, Any]) -> None:
         self.path, self.record, self.tokenizer_path = path, record, path / "tokenizer"
@@ -311,11 +295,8 @@ def corpus_identity(
 ) -> dict[str, Any]:
     """Everything that decides the rows: settings, special ids, tokenizer and source content.
 
-    Args:
-        config: The corpus.
-        tokenizer: Its tokenizer.
-        known: Sources of finished rows. Files whose path, size and modification time are as noted
-            there are not hashed again, and a source that has gone since is taken to be that one.
+    ``known`` are sources of finished rows: files whose path, size and modification time are as noted
+    there are not hashed again, and a source that has gone since is taken to be that one.
     """
     settings = {key: value for key, value in to_mapping(config).items() if key not in NAMES_ONLY}
     files = {file["path"]: file for of in known.values() for file in of if "path" in file}
@@ -336,12 +317,7 @@ def corpus_identity(
 
 
 def check_identity(found: dict[str, Any], wanted: dict[str, Any], where: Path) -> None:
-    """Refuse rows of another identity, naming the first difference.
-
-    Raises:
-        UsageError: For other settings or another tokenizer.
-        GdistillError: For other source content.
-    """
+    """Refuse rows of another identity, naming the first difference."""
     remedy = f"choose another output folder, or remove {where}"
     parts = ("corpus", "special_ids", "tokenizer")
     old, new = (flatten({part: of.get(part, {}) for part in parts}) for of in (found, wanted))
@@ -403,10 +379,7 @@ def prepare_tokens(
 
     Args:
         config: The corpus, with its row length settled.
-        tokenizer: A fast tokenizer.
-        out: The run's folder.
         limits: The most rows of a split; of the corpus no more is tokenized than fills them.
-        main_process: Whether to show progress.
 
     Raises:
         UsageError: For settings that do not fit, or differ from those of the rows already there.

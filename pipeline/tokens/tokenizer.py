@@ -40,11 +40,7 @@ Ids = np.ndarray
 
 
 def load_tokenizer(location: str | Path) -> PreTrainedTokenizerBase:
-    """The tokenizer of a model directory or hub id; no code of the repository is run.
-
-    Raises:
-        UsageError: If there is none, or it has no fast (``tokenizers``) form.
-    """
+    """The tokenizer of a model directory or hub id; no code of the repository is run."""
     place, expected = os.path.expanduser(location), "a folder with tokenizer.json"
     if looks_local(str(location)) and not Path(place).is_dir():
         raise UsageError("no such tokenizer folder", where=location, expected=expected)
@@ -72,13 +68,8 @@ def tokenizer_sha256(tokenizer: PreTrainedTokenizerBase) -> str:
 
 @dataclass(frozen=True)
 class SpecialIds:
-    """Token ids that packing inserts.
-
-    Attributes:
-        bos: First token of a framed or padded row.
-        eos: Last token of a framed row, and the padding.
-        separator: Stands after every document of a stream; None for nothing.
-    """
+    """Token ids that packing inserts: bos and eos frame a row, eos is the padding too, and the separator
+    stands after every document of a stream."""
 
     bos: int
     eos: int
@@ -117,10 +108,7 @@ def special_ids(tokenizer: PreTrainedTokenizerBase, config: CorpusConfig, split:
 
 @dataclass(frozen=True)
 class TextBatch:
-    """Neighbouring documents of a span, and the counts up to here.
-
-    ``next_document`` is the number in the source of the first document that is not yet read.
-    """
+    """Neighbouring documents of a span, the number of the first one not yet read, the counts up to here."""
 
     texts: list[str]
     next_document: int
@@ -132,11 +120,8 @@ def batches(
 ) -> Iterator[TextBatch]:
     """Group numbered documents by the amount of text; where the groups end is reproducible.
 
-    Args:
-        documents: Numbers and texts.
-        tally: The one that the documents' reader counts in.
-        most_tokens: Tokens that are wanted in all. Where few are, the groups are small, so that
-            little is read in vain: a token has four characters, as a rule.
+    Where few tokens are wanted in all the groups are small: a token has four characters, as a rule.
+    ``tally`` is the one that the documents' reader counts in.
     """
     most = min(BATCH_CHARACTERS, 4 * most_tokens)
     texts: list[str] = []
