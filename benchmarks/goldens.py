@@ -13,7 +13,7 @@ from torch import Tensor
 from benchmarks.dense_noise import DenseNoise, given_posterior
 from shards.noise.kinds import Noise
 from trainer.importing import our_parameters
-from trainer.objective.batch import Batch, Places
+from trainer.objective.batch import Batch, OfRows, Places
 from trainer.objective.corruption import Corruption, corruption_from_uniforms
 from trainer.students.conditioning import EmbeddedNoise
 from trainer.students.configuration import DiffusionSettings, NoiseSettings
@@ -54,7 +54,7 @@ class Comparison:
 
 
 @dataclass(frozen=True)
-class ArrivalRows:
+class ArrivalRows(OfRows):
     """Row noise held in memory: [B, L, V] arrival times."""
 
     arrivals: Tensor
@@ -62,14 +62,6 @@ class ArrivalRows:
     def at(self, where: Tensor | Places) -> Noise:
         """Noise of the masked positions."""
         return DenseNoise(Places.of(where).read(self.arrivals))
-
-    def rows(self, part: slice) -> ArrivalRows:
-        """The noise of some of the rows."""
-        return ArrivalRows(self.arrivals[part])
-
-    def to(self, device: torch.device) -> ArrivalRows:
-        """The same noise on another device."""
-        return ArrivalRows(self.arrivals.to(device))
 
 
 def row_noise(gumbel: Tensor, length: int) -> ArrivalRows:
@@ -119,7 +111,7 @@ def batch_of(golden: Golden) -> Batch:
     tokens, gumbel = golden["x0"], golden.tensors.get("gumbel")
     rows = torch.arange(tokens.shape[0])
     noise = None if gumbel is None else row_noise(gumbel, tokens.shape[1])
-    return Batch(tokens, torch.zeros(tokens.shape), rows, rows, len(rows), 0, 0, 0, noise)
+    return Batch(tokens, torch.zeros(tokens.shape), rows, rows, len(rows), 0, 0, noise)
 
 
 def corruption_of(golden: Golden, settings: StudentSettings) -> Corruption:

@@ -135,7 +135,7 @@ def _stored_parts(store: ShardStore, batch_size: int, micro: int, device: torch.
     stream = ShardStream(reader, seed=3, global_batch_size=batch_size, num_workers=2)
     while True:
         for rows in stream:
-            yield (part.to(device) for part in make_batch(rows, rows.step).micro_batches(micro))
+            yield (part.to(device) for part in make_batch(rows).micro_batches(micro))
 
 
 def block_training(shape: SuiteShape, device: torch.device) -> dict[str, Any]:

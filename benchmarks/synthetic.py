@@ -83,7 +83,7 @@ def batch_reader(
     arrays = {name: torch.from_numpy(value) for name, value in read.items() if name in make.arrays}
     index = torch.arange(num_rows)
     rows = partial(RowBatch, arrays, index, index, num_rows)
-    return lambda step: make(rows(epoch=step, step=step), step).to(device)
+    return lambda step: make(rows(epoch=step, step=step)).to(device)
 
 
 def random_batch(slots: range, row_length: int, vocab_size: int, device: torch.device, global_batch_size: int) -> Batch:
@@ -98,7 +98,7 @@ def random_batch(slots: range, row_length: int, vocab_size: int, device: torch.d
     arrays = {name: torch.cat([part[name] for part in columns]) for name in columns[0]}
     tokens, chosen = arrays.pop("tokens").long(), arrays.pop("token_log_probs")
     noise = StoredRowNoise(codec, arrays, tokens, chosen, rows, 7, 0, resources)
-    return Batch(tokens, chosen, rows, rows, global_batch_size, 0, 0, 3, noise)
+    return Batch(tokens, chosen, rows, rows, global_batch_size, 0, 3, noise)
 
 
 def make_student(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -19,7 +19,7 @@ from shards.noise.kinds import Noise
 from shards.provenance import derive_seed
 from shards.store.store import ShardStore
 from shards.stream.stream import RowBatch
-from trainer.objective.batch import Batch, BatchMaker, Places
+from trainer.objective.batch import Batch, BatchMaker, OfRows, Places
 from trainer.objective.corruption import FULL
 from trainer.sampling.noise import sampling_noise
 from trainer.students.conditioning import EmbeddedNoise
@@ -27,7 +27,7 @@ from trainer.students.registry import AR, Student
 
 
 @dataclass(frozen=True)
-class PriorRowNoise:
+class PriorRowNoise(OfRows):
     """Noise of B rows, drawn from the prior and truncated as the student has learnt to read it.
 
     Attributes:
@@ -56,14 +56,6 @@ class PriorRowNoise:
             draw=self.draw,
         )
         return noise.select(places.rows * self.row_length + places.positions)
-
-    def rows(self, part: slice) -> PriorRowNoise:
-        """The noise of some of the rows."""
-        return replace(self, row_ids=self.row_ids[part])
-
-    def to(self, device: torch.device) -> PriorRowNoise:
-        """The same noise, drawn on that device."""
-        return replace(self, row_ids=self.row_ids.to(device))
 
     def embeddings(self, masked: Bool[Tensor, "b l"]) -> EmbeddedNoise:
         """Laid out like the rows, zeros where a token is known."""
@@ -174,7 +166,7 @@ def _stored(store: ShardStore, split: str, part: range, draw: int, seed: int, de
     arrays = store.split(split, make.arrays).read_rows(part.start, part.stop)
     tensors: dict[str, Any] = {name: torch.from_numpy(value) for name, value in arrays.items()}
     ids, slots = torch.tensor(part), torch.arange(len(part))
-    return make(RowBatch(tensors, ids, slots, len(part), draw, 0), 0)
+    return make(RowBatch(tensors, ids, slots, len(part), draw, 0))
 
 
 def _plain(student: Student, data: DataRows, part: range, draw: int, seed: int, noise: NoiseSource) -> Batch:
@@ -189,7 +181,6 @@ def _plain(student: Student, data: DataRows, part: range, draw: int, seed: int, 
         row_ids=ids,
         slots=torch.arange(len(part), device=device),
         global_batch_size=len(part),
-        step=0,
         epoch=draw,
         seed=seed,
         noise=PriorRowNoise(student, ids, length, seed, draw) if noise == "prior" else None,

@@ -154,7 +154,7 @@ def student_and_batch(store: ShardStore, name: str, noise: str = "gumbel", **cha
     student = build_student(config, store, None).eval()
     stream = ShardStream(store.split("train"), seed=0, global_batch_size=4)
     make = BatchMaker(store, "train", 0, torch.device("cpu"), with_noise=noise == "gumbel")
-    return student, make(next(iter(stream)), 0)
+    return student, make(next(iter(stream)))
 
 
 @pytest.mark.parametrize("name", ["mdlm", "bd3lm", "ar"])

@@ -109,7 +109,7 @@ def first_batch(store: Path, num_rows: int = 3, seed: int = 0, with_noise: bool 
     opened = ShardStore.open(store)
     make = BatchMaker(opened, "train", seed, torch.device("cpu"), with_noise)
     stream = ShardStream(opened.split("train", make.arrays), seed=0, global_batch_size=num_rows)
-    return make(next(iter(stream)), 0)
+    return make(next(iter(stream)))
 
 
 def quiet(out: Path, **changes: Any) -> dict[str, Any]:

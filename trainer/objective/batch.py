@@ -6,17 +6,16 @@ the stored arrays, and ``RowNoise.at(places)`` hands the masked positions to the
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, fields, is_dataclass, replace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, ClassVar, Protocol, TypeVar, runtime_checkable
 
 import torch
 from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
 from shards.codec.protocol import Codec
-from shards.errors import UsageError
 from shards.noise.kinds import Noise, Probabilities
 from shards.noise.philox import PositionKeys
 from shards.provenance import derive_seed
@@ -24,26 +23,48 @@ from shards.store.manifest import COUNTED
 from shards.store.store import ShardStore
 from shards.stream.stream import RowBatch
 
+This = TypeVar("This", bound="OfRows")
+
+
+class OfRows:
+    """A frozen dataclass whose tensors, those in dictionaries too, have one entry for each row.
+
+    Attributes:
+        shared: Fields that are the same for all rows.
+    """
+
+    shared: ClassVar[tuple[str, ...]] = ()
+
+    def rows(self: This, part: slice) -> This:
+        """The same of some of the rows."""
+        return self.changed(lambda array: array[part])
+
+    def changed(self: This, change: Callable[[Tensor], Tensor]) -> This:
+        """The same change of all tensors."""
+
+        def apply(value: Any) -> Any:
+            if isinstance(value, OfRows):
+                return value.changed(change)
+            if isinstance(value, dict):
+                return {name: change(array) for name, array in value.items()}
+            return change(value) if isinstance(value, Tensor) else value
+
+        this: Any = self
+        names = [field.name for field in fields(this) if field.name not in self.shared]
+        return replace(this, **{name: apply(getattr(this, name)) for name in names})
+
 
 @runtime_checkable
 class RowNoise(Protocol):
-    """The noise of a batch of rows, read at the masked positions only."""
+    """The noise of a batch of rows (:class:`OfRows`), read at the masked positions only."""
 
     def at(self, where: Bool[Tensor, "b l"] | Places) -> Noise:
         """Noise of the masked positions in row-major order; column 0 is never masked."""
         ...
 
-    def rows(self, part: slice) -> RowNoise:
-        """The noise of some of the rows."""
-        ...
-
-    def to(self, device: torch.device) -> RowNoise:
-        """The same noise, decoded on that device."""
-        ...
-
 
 @dataclass(frozen=True)
-class Batch:
+class Batch(OfRows):
     """This rank's share of one global batch.
 
     Attributes:
@@ -52,11 +73,9 @@ class Batch:
         row_ids: [B] int64, row index in the split.
         slots: [B] int64, index in the global batch.
         global_batch_size: Rows of the global batch.
-        step: Optimizer step the batch belongs to.
         epoch: Pass over the split.
         seed: Run seed; with epoch and row id it keys times and masks.
-        noise: Noise of the rows (and, from a store, the teacher's probabilities); None when
-            neither is needed.
+        noise: Noise of the rows, or what their teacher said; None when neither is needed.
         counted: The tokens that are learnt, and alone have noise; None where all are.
     """
 
@@ -65,7 +84,6 @@ class Batch:
     row_ids: Int[Tensor, "b"]
     slots: Int[Tensor, "b"]
     global_batch_size: int
-    step: int
     epoch: int
     seed: int
     noise: RowNoise | None = None
@@ -79,43 +97,17 @@ class Batch:
     @property
     def num_scored(self) -> int:
         """Tokens that a validation loss is the mean over: those that count, but for position 0."""
-        if self.counted is None:
-            return self.tokens[:, 1:].numel()
-        return int(self.counted[:, 1:].sum())
-
-    def distribution(self, where: Bool[Tensor, "b l"] | Places) -> Probabilities:
-        """The teacher's stored probabilities at places other than column 0, row-major.
-
-        Raises:
-            UsageError: When the batch carries none, or its codec stores a draw instead.
-        """
-        if not isinstance(self.noise, StoredRowNoise):
-            remedy = "read it from a store whose codec keeps the teacher's distribution"
-            raise UsageError("the batch carries no teacher probabilities", remedy=remedy)
-        return self.noise.distribution(where)
+        return self.tokens[:, 1:].numel() if self.counted is None else int(self.counted[:, 1:].sum())
 
     def micro_batches(self, size: int | None) -> Iterator[Batch]:
-        """The batch in parts of at most ``size`` rows; times and masks stay the same.
+        """The batch in parts of at most ``size`` rows (None: whole); times and masks stay the same.
 
         Slots are strata of t, so a part of neighbours would be nearly clean or nearly all masked:
         every n-th row goes to the same one of n parts, and all are about equally much work.
-
-        Args:
-            size: Rows of a part; None keeps the batch whole.
         """
-        if size is None or size >= self.num_rows:
-            yield self
-            return
-        num_parts = -(-self.num_rows // size)
+        num_parts = max(1, -(-self.num_rows // (size or max(1, self.num_rows))))
         for first in range(num_parts):
-            yield self.rows(slice(first, None, num_parts))
-
-    def rows(self, part: slice) -> Batch:
-        """Some of the rows, with their times, masks and noise."""
-        noise = None if self.noise is None else self.noise.rows(part)
-        own = {name: getattr(self, name)[part] for name in BY_ROW}
-        counted = None if self.counted is None else self.counted[part]
-        return replace(self, noise=noise, counted=counted, **own)
+            yield self if num_parts == 1 else self.rows(slice(first, None, num_parts))
 
     def to(self, device: torch.device) -> Batch:
         """The same rows on another device, without waiting for it.
@@ -124,17 +116,12 @@ class Batch:
         """
         if self.tokens.device == device:
             return self
-        moved = {name: placed(getattr(self, name), device) for name in BY_ROW}
-        noise = None if self.noise is None else self.noise.to(device)
-        counted = None if self.counted is None else placed(self.counted, device)
-        return replace(self, noise=noise, counted=counted, **moved)
-
-
-BY_ROW = ("tokens", "token_log_probs", "row_ids", "slots")
+        noise = self.noise.cut() if isinstance(self.noise, StoredRowNoise) else self.noise
+        return replace(self, noise=noise).changed(lambda array: placed(array, device))
 
 
 @dataclass(frozen=True)
-class StoredRowNoise:
+class StoredRowNoise(OfRows):
     """The noise of B stored rows; nothing is decoded before :meth:`at`.
 
     Attributes:
@@ -148,6 +135,7 @@ class StoredRowNoise:
         resources: The store's resources, on the device that decodes.
     """
 
+    shared: ClassVar[tuple[str, ...]] = ("codec", "resources")
     codec: Codec
     arrays: dict[str, Tensor]
     tokens: Int[Tensor, "b l"]
@@ -164,24 +152,16 @@ class StoredRowNoise:
         return self.codec.decode(*self._read(places), keys, self.resources)
 
     def distribution(self, where: Bool[Tensor, "b l"] | Places) -> Probabilities:
-        """See :meth:`Batch.distribution`."""
+        """The teacher's stored probabilities at places other than column 0, row-major."""
         return self.codec.distribution(*self._read(Places.of(where)), self.resources)
 
     def _read(self, places: Places) -> tuple[dict[str, Tensor], Tensor, Tensor]:
         arrays = {name: places.read(array) for name, array in self.arrays.items()}
         return arrays, places.read(self.tokens), places.read(self.token_log_probs)
 
-    def rows(self, part: slice) -> StoredRowNoise:
-        """The noise of some of the rows."""
-        arrays = {name: array[part] for name, array in self.arrays.items()}
-        own = {name: getattr(self, name)[part] for name in BY_ROW[:3]}
-        return replace(self, arrays=arrays, **own)
-
-    def to(self, device: torch.device) -> StoredRowNoise:
-        """The same rows, cut to the slots that they use."""
-        arrays = {n: placed(array, device) for n, array in self.codec.cut(self.arrays).items()}
-        own = {name: placed(getattr(self, name), device) for name in BY_ROW[:3]}
-        return replace(self, arrays=arrays, **own)
+    def cut(self) -> StoredRowNoise:
+        """The same without the slots that none of these rows uses."""
+        return replace(self, arrays=dict(self.codec.cut(self.arrays)))
 
 
 def placed(array: Tensor, device: torch.device) -> Tensor:
@@ -219,46 +199,32 @@ class BatchMaker:
     def arrays(self) -> list[str]:
         """The store's arrays that these batches need."""
         arrays = self.store.manifest.arrays
-        own = arrays if self.with_noise else COUNTED.keys() & arrays.keys()
-        return ["tokens", "token_log_probs", *own]
+        return ["tokens", "token_log_probs", *(arrays if self.with_noise else COUNTED.keys() & arrays.keys())]
 
     @cached_property
     def _resources(self) -> dict[str, Tensor]:
         wanted = self.store.codec.resource_names
         return {name: self.store.resources[name].to(self.device) for name in wanted}
 
-    def __call__(self, rows: RowBatch, step: int) -> Batch:
-        """The batch of optimiser step ``step``."""
-        arrays = dict(rows.arrays)
+    def __call__(self, rows: RowBatch) -> Batch:
+        """The batch of these rows."""
+        arrays, codec, noise = dict(rows.arrays), self.store.codec, None
+        tokens, log_probs = arrays.pop("tokens").long(), arrays.pop("token_log_probs")
         counted = arrays.pop("counted", None)
-        batch = Batch(
-            tokens=arrays.pop("tokens").long(),
-            token_log_probs=arrays.pop("token_log_probs"),
-            row_ids=rows.row_ids,
-            slots=rows.slots,
-            global_batch_size=rows.num_global_rows,
-            step=step,
-            epoch=rows.epoch,
-            seed=self.seed,
-            counted=None if counted is None else counted.bool(),
-        )
-        if not self.with_noise:
-            return batch
-        codec = self.store.codec
-        seed, draw = self.store.manifest.noise_seed(self.split), 0
-        if codec.is_fresh:
-            seed = derive_seed(self.seed, "noise")
-            draw = batch.epoch if self.num_draws is None else batch.epoch % self.num_draws
-        own = batch.tokens, batch.token_log_probs, batch.row_ids
-        return replace(batch, noise=StoredRowNoise(codec, arrays, *own, seed, draw, self._resources))
-
-
-# Where a mask is true, listed once: a list of unknown length makes the host wait for the GPU.
+        if self.with_noise:
+            seed, draw = self.store.manifest.noise_seed(self.split), 0
+            if codec.is_fresh:
+                seed = derive_seed(self.seed, "noise")
+                draw = rows.epoch if self.num_draws is None else rows.epoch % self.num_draws
+            noise = StoredRowNoise(codec, arrays, tokens, log_probs, rows.row_ids, seed, draw, self._resources)
+        counted = None if counted is None else counted.bool()
+        names = rows.row_ids, rows.slots, rows.num_global_rows, rows.epoch, self.seed
+        return Batch(tokens, log_probs, *names, noise, counted)
 
 
 @dataclass(frozen=True)
 class Places:
-    """n places of a [B, L] batch, row by row.
+    """n places of a [B, L] batch, row by row: where a mask is true, listed once.
 
     Attributes:
         rows: [n] int64.
@@ -270,7 +236,7 @@ class Places:
 
     @classmethod
     def of(cls, where: Bool[Tensor, "b l"] | Places) -> Places:
-        """The places of a mask, which are counted (one wait on a GPU); of places, themselves."""
+        """The places of a mask, which are counted (a GPU is waited for); of places, themselves."""
         return where if isinstance(where, Places) else cls(*where.nonzero(as_tuple=True))
 
     @property
@@ -290,19 +256,11 @@ class Places:
         return Places(self.rows, self.positions + num_columns)
 
 
-# Micro-batches on their way to the device: the next one is copied while one is computed on.
-#
-# On a GPU the copies go from pinned memory on a stream of their own, so neither the host waits for
-# them nor the kernels before them. At most two micro-batches are on the device. Elsewhere each is
-# moved when its turn comes.
-
-
-Coming = tuple[Batch, Any]
-"""A part and the event of its copy."""
-
-
 class CopiesAhead:
-    """The parts of one batch after another, on a device.
+    """The parts of one batch after another, on a device: the next is copied while one is computed on.
+
+    On a GPU copies go from pinned memory on a stream of their own, so neither the host waits for
+    them nor the kernels before them. At most two parts are on the device.
 
     Args:
         device: Where they are computed on.
@@ -312,7 +270,7 @@ class CopiesAhead:
     def __init__(self, device: torch.device, size: int | None) -> None:
         self.device, self.size = device, size
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._announced: tuple[Batch, Iterator[Batch], Coming] | None = None
+        self._announced: tuple[Batch, Iterator[Batch], tuple[Batch, Any]] | None = None
 
     @property
     def looks_ahead(self) -> bool:
@@ -321,51 +279,35 @@ class CopiesAhead:
 
     def announce(self, batch: Batch) -> None:
         """The batch whose parts will be asked for next: the first of them sets out now."""
-        if self._stream is not None:
-            parts = batch.micro_batches(self.size)
-            self._announced = batch, parts, self._send(next(parts))
+        parts = batch.micro_batches(self.size)
+        self._announced = batch, parts, self._send(next(parts))
 
     def of(self, batch: Batch) -> Iterator[tuple[Batch, bool]]:
         """The parts of a batch on the device in turn, and whether each is the last."""
-        if self._stream is None:
-            parts = list(batch.micro_batches(self.size))
-            for part in parts:
-                yield part.to(self.device), part is parts[-1]
-            return
         if self._announced is None or self._announced[0] is not batch:
             self.announce(batch)
         assert self._announced is not None
-        _, parts, coming = self._announced
-        self._announced = None
+        (_, parts, coming), self._announced = self._announced, None
         for following in parts:
             sent = self._send(following)
-            yield self._arrived(coming), False
+            yield self._arrived(*coming), False
             coming = sent
-        yield self._arrived(coming), True
+        yield self._arrived(*coming), True
 
-    def _send(self, part: Batch) -> Coming:
-        assert self._stream is not None
+    def _send(self, part: Batch) -> tuple[Batch, Any]:
+        """The part on its way, and the event of its copy."""
         with torch.cuda.stream(self._stream):
-            return part.to(self.device), self._stream.record_event()
+            return part.to(self.device), None if self._stream is None else self._stream.record_event()
 
-    def _arrived(self, coming: Coming) -> Batch:
+    def _arrived(self, part: Batch, copied: Any) -> Batch:
         """The part, for the stream that computes: it waits for the copy, and the memory for it."""
-        part, copied = coming
+        if copied is None:
+            return part
         computing = torch.cuda.current_stream(self.device)
         computing.wait_event(copied)
-        for tensor in _tensors(part):
-            tensor.record_stream(computing)
-        return part
 
+        def kept(array: Tensor) -> Tensor:
+            array.record_stream(computing)
+            return array
 
-def _tensors(value: Any) -> Iterator[Tensor]:
-    """All tensors on a GPU within dataclasses and dictionaries."""
-    if isinstance(value, Tensor):
-        if value.is_cuda:
-            yield value
-    elif isinstance(value, dict):
-        for item in value.values():
-            yield from _tensors(item)
-    elif is_dataclass(value):
-        for field in fields(value):
-            yield from _tensors(getattr(value, field.name))
+        return part.changed(kept)

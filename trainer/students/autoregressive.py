@@ -13,11 +13,10 @@ from transformers.modeling_outputs import CausalLMOutput
 from shards.errors import UsageError
 from trainer.objective.batch import Batch, Places
 from trainer.objective.corruption import masked_log_probs
-from trainer.students.base import LossOutput, Student
+from trainer.students.base import LossOutput, Student, StudentConfig
 from trainer.students.configuration import require
 from trainer.students.dit import KeyValueCache, States, Tokens, causal_attention, full_attention
 from trainer.students.fused_head import weighted_nll
-from trainer.students.hugging_face import StudentConfig
 
 
 class ARConfig(StudentConfig):

@@ -1,7 +1,8 @@
-"""What all students share: the loss record, the noise embedding, the Hugging Face side."""
+"""What all students share: their config on disk, the loss record, the noise embedding, the Hugging Face side."""
 
 from __future__ import annotations
 
+import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -12,25 +13,114 @@ from typing import Any, ClassVar
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 from shards.codec.protocol import Codec
 from shards.codec.registry import make_codec
-from shards.errors import UsageError
+from shards.errors import UsageError, did_you_mean
 from shards.noise.kinds import Noise
+from shards.settings import from_mapping, to_mapping
 from shards.store.manifest import Manifest
-from trainer.objective.batch import Batch, Places
+from trainer.objective.batch import Batch, Places, StoredRowNoise
 from trainer.objective.distillation import Distillation
 from trainer.students.conditioning import EmbeddedNoise, GumbelConditioner
-from trainer.students.configuration import StudentSettings
+from trainer.students.configuration import GONE, StudentSettings, grouped, require
 from trainer.students.decoder import DecoderBackbone
 from trainer.students.dit import DiT, Level, States, Tokens
-from trainer.students.hugging_face import StudentConfig
 from trainer.students.noise_attention import layer_scores
 
-UNREAD = {"use_cache": (True, False), "return_dict": (True,)}
+OURS = tuple(field.name for field in dataclasses.fields(StudentSettings))
+UNREAD: dict[str, tuple[bool, ...]] = {"use_cache": (True, False), "return_dict": (True,)}
 UNREAD |= {"output_attentions": (False,), "output_hidden_states": (False,)}
 """Arguments of Hugging Face's callers that change nothing at these values (or None)."""
+
+
+class StudentConfig(PretrainedConfig):
+    """Hugging Face config of a student: :class:`StudentSettings`, and the data's shape.
+
+    ``vocab_size`` is V, the teacher's vocabulary *without* the mask: the mask id is ``vocab_size``,
+    and embedding and output layer have ``vocab_size + 1`` rows.
+
+    Attributes:
+        vocab_size: Teacher vocabulary V.
+        row_length: Tokens per row L.
+        bos_token_id: First token of a sample; None when rows do not begin with one.
+        eos_token_id: End of a document; None when the tokenizer has none.
+        codec: ``{"name": ..., "parameters": {...}}`` of the store whose noise the student has
+            learnt to read; None for the untruncated prior.
+        frozen: Name, hash and sizes of the backbone that the student stands on, if it does.
+
+    Raises:
+        UsageError: For a key that neither a student nor transformers knows, or a bad value.
+    """
+
+    # transformers builds __init__ (and its **kwargs) itself, which jaxtyping's wrapper cannot bind.
+    __no_type_check__ = True
+    attribute_map = {  # noqa: RUF012
+        "num_hidden_layers": "num_layers",
+        "num_attention_heads": "num_heads",
+        "max_position_embeddings": "row_length",
+    }
+    of_transformers: ClassVar[frozenset[str]] = frozenset(
+        {*PretrainedConfig().to_dict(), "torch_dtype", "name_or_path", "attn_implementation"}
+        | {"_commit_hash", "_attn_implementation_autoset", "num_labels", "auto_map", "use_cache"}
+        | {"experts_implementation", "pad_token_id", "tie_word_embeddings"}
+    )
+    vocab_size: int = 50257
+    row_length: int = 1024
+    bos_token_id: int | None = None
+    eos_token_id: int | None = None
+    codec: dict[str, Any] | None = None
+    frozen: dict[str, Any] | None = None
+    tie_word_embeddings: bool = False
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        for standard, ours in self.attribute_map.items():
+            if standard in kwargs:
+                value = kwargs.pop(standard)
+                setattr(self, ours, value)
+                kwargs.setdefault(ours, value)
+        kwargs.pop("row_length", None)
+        values = {name: v for name, v in grouped(kwargs).items() if name not in GONE}
+        if values.get("kd", {}).get("kind") == "through_time":
+            values["kd"]["kind"] = "none"  # how an older version taught it, not what it is
+        known = {*OURS, *self.of_transformers, "mask_id"}
+        for name in values.keys() - known:
+            hint = did_you_mean(name, known, "it was written by another version, or changed")
+            raise UsageError("unknown config key", where=f"config.json: {name}", remedy=hint)
+        settings = from_mapping(StudentSettings, {n: v for n, v in values.items() if n in OURS})
+        for name, value in to_mapping(settings).items():
+            setattr(self, name, value)
+        super().__post_init__(**{n: v for n, v in values.items() if n not in OURS})
+        # Not mask_token_id: transformers would warn that it lies past the vocabulary, as it should.
+        self.mask_id = self.vocab_size
+        require(self.vocab_size >= 2, "vocab_size", self.vocab_size, "at least 2")
+        require(self.row_length >= 2, "row_length", self.row_length, "at least 2")
+        require(
+            settings.noise.top_k <= self.vocab_size, "noise.top_k", settings.noise.top_k, f"at most V = {self.mask_id}"
+        )
+        expected = f"a divisor of row_length = {self.row_length}"
+        require(self.row_length % self.tokens_per_block == 0, "block_size", settings.block_size, expected)
+
+    @classmethod
+    def build(cls, settings: StudentSettings, **data: int | None) -> StudentConfig:
+        """The config of these settings over data: ``vocab_size``, ``row_length`` and so on."""
+        return cls(**data, **to_mapping(settings))
+
+    @property
+    def settings(self) -> StudentSettings:
+        """The user's part of the config, typed and validated."""
+        return from_mapping(StudentSettings, {name: getattr(self, name) for name in OURS})
+
+    @property
+    def first_token_id(self) -> int | None:
+        """Begins an unconditional sample: bos, or eos where the tokenizer has no bos."""
+        return self.eos_token_id if self.bos_token_id is None else self.bos_token_id
+
+    @property
+    def tokens_per_block(self) -> int:
+        """Block size in tokens; the whole row when none is set."""
+        return getattr(self, "block_size", None) or self.row_length
 
 
 @dataclass(frozen=True)
@@ -97,17 +187,21 @@ class Student(PreTrainedModel, ABC):
 
     def _build(self, config: StudentConfig) -> None:
         """Make the modules that are trained, the noise embedding aside."""
-        if config.settings.language_model is None:
-            self.backbone: Any = DiT(config, uses_sigma=self.uses_sigma)
+        if self.settings.language_model is None:
+            self.backbone: Any = DiT(self.settings, config.vocab_size, uses_sigma=self.uses_sigma)
         else:
-            self.backbone = DecoderBackbone(config)
+            self.backbone = DecoderBackbone(self.settings, config.vocab_size)
+
+    def _make_conditioner(self) -> GumbelConditioner | None:
+        if self.settings.conditioning == "none":
+            return None
+        return GumbelConditioner(self.config.vocab_size, self.settings.hidden_size, self.settings.noise)
 
     @classmethod
     def configure(cls, settings: StudentSettings, manifest: Manifest) -> StudentConfig:
         """The config of a student with these settings for that store."""
         ends = {"bos_token_id": manifest.bos_id, "eos_token_id": manifest.eos_id}
-        size, length = manifest.vocab_size, manifest.row_length
-        return cls.config_class.build(settings, vocab_size=size, row_length=length, **ends)
+        return cls.config_class.build(settings, vocab_size=manifest.vocab_size, row_length=manifest.row_length, **ends)
 
     @classmethod
     def make(cls, settings: StudentSettings, manifest: Manifest) -> Student:
@@ -115,11 +209,11 @@ class Student(PreTrainedModel, ABC):
         return cls(cls.configure(settings, manifest))
 
     def complete(self, directory: Path, backbone: str | None = None) -> None:
-        """Bring in what a model folder only names.
+        """Bring in what a model folder only names: the frozen language model, if it stands on one.
 
         Args:
             directory: The folder.
-            backbone: Where the frozen language model is, if not where the config says.
+            backbone: Where the language model is, if not where the config says.
 
         Raises:
             UsageError: If it cannot be had, is another one, or the student stands on none.
@@ -132,17 +226,9 @@ class Student(PreTrainedModel, ABC):
         """Fields of the config that read otherwise in the model folder ``directory``."""
         return {}
 
-    def _make_conditioner(self) -> GumbelConditioner | None:
-        settings, noise = self.settings, self.settings.noise
-        if settings.conditioning == "none":
-            return None
-        sizes, is_tied = (self.config.vocab_size, settings.hidden_size), noise.projection == "tied"
-        return GumbelConditioner(*sizes, noise.transform, noise.prior_weight, noise.rank, is_tied)
-
     @torch.no_grad()
     def _init_weights(self, module: torch.nn.Module) -> None:
-        reset = getattr(module, "reset_parameters", None)
-        if callable(reset):
+        if callable(reset := getattr(module, "reset_parameters", None)):
             reset()
 
     @property
@@ -191,14 +277,14 @@ class Student(PreTrainedModel, ABC):
         A projection of rank r costs 4 r V + 6 r D, a tied one 4 D V + 6 D^2; each attention to V or
         K entries 12 D of them.
         """
-        width, settings = self.settings.hidden_size, self.settings.noise
-        inner = width if settings.rank is None else settings.rank
-        is_direct = settings.rank is None and settings.projection == "own"
-        noise = 4 * inner * (self.config.vocab_size + 1) + (0 if is_direct else 6 * inner * width)
-        num_read = settings.top_k or self.config.vocab_size
-        noise += 12 * width * num_read * len(settings.layers)
-        head = 6 * width * (self.config.vocab_size + 1)
-        return float(head + self.is_conditioned * noise)
+        width, settings, size = self.settings.hidden_size, self.settings.noise, self.config.vocab_size + 1
+        head = 6.0 * width * size
+        if self.conditioner is None:
+            return head
+        inner = settings.rank or width
+        mapped = 0 if self.conditioner.map is None else 6 * inner * width
+        read_later = 12 * width * (settings.top_k or size - 1) * len(settings.layers)
+        return head + 4 * inner * size + mapped + read_later
 
     @property
     def mask_id(self) -> int:
@@ -242,10 +328,11 @@ class Student(PreTrainedModel, ABC):
         kd = self.settings.kd
         if kd.kind != "token" or not self.training:
             return None
-        return Distillation(batch.distribution(places), kd.weight, kd.temperature)
+        assert isinstance(batch.noise, StoredRowNoise)  # ``reads_codec`` asks for it
+        return Distillation(batch.noise.distribution(places), kd.weight, kd.temperature)
 
     def embed_noise(self, noise: Noise, tau: float = 1.0) -> EmbeddedNoise:
-        """What the student reads of n noise vectors, as ``predict`` takes it.
+        """What the student reads of n noise vectors, as ``predict_at`` takes it.
 
         Raises:
             UsageError: When the student was trained without noise, or on another vocabulary.
@@ -282,10 +369,9 @@ class Student(PreTrainedModel, ABC):
             remedy = "pass rows of one length"
             raise UsageError("padding is not read", where="attention_mask", remedy=remedy)
         for name, value in options.items():
-            if value is None or any(value is known for known in UNREAD.get(name, ())):
-                continue
-            remedy = "train with student.loss(batch)" if name == "labels" else "leave it out"
-            raise UsageError("the student does not read this", where=name, remedy=remedy)
+            if value is not None and not any(value is known for known in UNREAD.get(name, ())):
+                remedy = "train with student.loss(batch)" if name == "labels" else "leave it out"
+                raise UsageError("the student does not read this", where=name, remedy=remedy)
 
     @abstractmethod
     def forward(self, *args: Any, **kwargs: Any) -> Any:

@@ -22,9 +22,9 @@ from torch import Tensor
 from shards.console import stderr
 from shards.errors import UsageError, first_line
 from trainer.objective.batch import Places
+from trainer.students.base import StudentConfig
 from trainer.students.conditioning import EmbeddedNoise, LayerNoise
 from trainer.students.dit import Attend, KeyValueCache, Level, States, Tokens, full_attention, masked_attention
-from trainer.students.hugging_face import StudentConfig
 from trainer.students.mdlm import MDLM
 
 

@@ -18,9 +18,10 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from shards.errors import UsageError
-from shards.noise.embedding import Transform, Weighting
+from shards.noise.embedding import Weighting
 from shards.noise.kinds import Noise
 from trainer.objective.batch import Places
+from trainer.students.configuration import NoiseSettings
 
 
 @dataclass(frozen=True)
@@ -87,35 +88,23 @@ class GumbelConditioner(nn.Module):
     Args:
         vocab_size: V; noise of another size is refused.
         hidden_size: D.
-        transform: Marginal of the noise (the ablations use the same draw, transformed).
-        prior_weight: w; other than 0 it needs ``unigram_log_probs`` to have been set.
-        rank: r; None is the full W.
-        is_tied: Whether W comes from the token embedding, which every call then brings.
+        settings: Transform of the noise, w, and whether W is whole, of low rank or tied. w other
+            than 0 needs ``unigram_log_probs`` to have been set.
     """
 
     weight: Any
     unigram_log_probs: Tensor | None
 
-    def __init__(
-        self,
-        vocab_size: int,
-        hidden_size: int,
-        transform: Transform = "gumbel",
-        prior_weight: float = 0.0,
-        rank: int | None = None,
-        is_tied: bool = False,
-    ) -> None:
+    def __init__(self, vocab_size: int, hidden_size: int, settings: NoiseSettings | None = None) -> None:
         super().__init__()
-        self.vocab_size = vocab_size
-        self.transform: Transform = transform
-        self.prior_weight = prior_weight
-        width = hidden_size if rank is None else rank
-        own = None if is_tied else nn.Parameter(torch.empty(vocab_size, width))
-        self.register_parameter("weight", own)
-        is_direct = rank is None and not is_tied
+        self.settings = settings = settings or NoiseSettings()
+        self.vocab_size, is_tied = vocab_size, settings.projection == "tied"
+        width = settings.rank or hidden_size
+        self.register_parameter("weight", None if is_tied else nn.Parameter(torch.empty(vocab_size, width)))
+        is_direct = settings.rank is None and not is_tied
         self.map = None if is_direct else nn.Linear(width, hidden_size, bias=False)
-        uniform = torch.full((vocab_size,), float("nan")) if prior_weight else None
-        self.register_buffer("unigram_log_probs", uniform)
+        unknown = torch.full((vocab_size,), float("nan")) if settings.prior_weight else None
+        self.register_buffer("unigram_log_probs", unknown)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -145,12 +134,9 @@ class GumbelConditioner(nn.Module):
     def forward(
         self, noise: Noise, tau: float = 1.0, table: Float[Tensor, "v d"] | None = None
     ) -> Float[Tensor, "n d"]:
-        """Embeddings of n noise vectors.
+        """Embeddings of n noise vectors, of which tau is the scale.
 
-        Args:
-            noise: xi.
-            tau: Its scale.
-            table: The token embedding's first V rows, where W is tied to it.
+        ``table`` is the token embedding's first V rows, where W is tied to it.
 
         Raises:
             UsageError: For noise over another vocabulary, or a missing unigram.
@@ -162,14 +148,12 @@ class GumbelConditioner(nn.Module):
                 expected=self.vocab_size,
                 remedy="train the student on a store of its own teacher",
             )
-        weighting = Weighting(tau, self.transform, self._prior())
+        prior = None
+        if self.unigram_log_probs is not None:
+            if bool(self.unigram_log_probs.isnan().any()):
+                remedy = "call set_unigram with the store's unigram_log_probs"
+                raise UsageError("prior_weight needs the corpus unigram", remedy=remedy)
+            prior = torch.exp(self.settings.prior_weight * self.unigram_log_probs)
+        weighting = Weighting(tau, self.settings.transform, prior)
         embedded = noise.softmax_embed(self.weight if table is None else table, weighting)
         return embedded if self.map is None else self.map(embedded)
-
-    def _prior(self) -> Float[Tensor, "v"] | None:
-        if not self.prior_weight or self.unigram_log_probs is None:
-            return None
-        if bool(self.unigram_log_probs.isnan().any()):
-            remedy = "call set_unigram with the store's unigram_log_probs"
-            raise UsageError("prior_weight needs the corpus unigram", remedy=remedy)
-        return torch.exp(self.prior_weight * self.unigram_log_probs)

@@ -19,8 +19,8 @@ from transformers import AttentionInterface, AutoConfig, AutoModel
 
 from shards.errors import UsageError, first_line
 from trainer.students.conditioning import LayerNoise
-from trainer.students.dit import Attend, Embedding, KeyValueCache, Level, OutputProjection, States, noise_layers
-from trainer.students.hugging_face import StudentConfig
+from trainer.students.configuration import StudentSettings
+from trainer.students.dit import Attend, Embedding, KeyValueCache, Level, States, ZeroLinear, noise_layers
 
 ATTENTION = "gdistill_student"
 
@@ -133,9 +133,9 @@ def cannot_become_a_student(model_type: object, got: str) -> UsageError:
 class PlainHead(nn.Module):
     """Projection to V + 1 logits; the network has normalised its last states itself."""
 
-    def __init__(self, config: StudentConfig) -> None:
+    def __init__(self, hidden_size: int, vocab_size: int) -> None:
         super().__init__()
-        self.linear = OutputProjection(config.settings.hidden_size, config.vocab_size + 1)
+        self.linear = ZeroLinear(hidden_size, vocab_size + 1)
 
     def features(self, x: States, level: Level) -> States:
         """What the projection sees."""
@@ -151,20 +151,20 @@ class DecoderBackbone(nn.Module):
     Embedding and output layer have V + 1 rows, as all students', and are never tied.
 
     Args:
-        config: With ``language_model``, the network's configuration.
+        settings: With ``language_model``, the network's configuration.
+        vocab_size: V.
 
     Raises:
         UsageError: If that network cannot be had.
     """
 
-    def __init__(self, config: StudentConfig) -> None:
+    def __init__(self, settings: StudentSettings, vocab_size: int) -> None:
         super().__init__()
-        settings = config.settings
         assert settings.language_model is not None
         self.network = empty_network(settings.language_model)
-        self.vocab_embed = Embedding(config.vocab_size + 1, settings.hidden_size, settings.embedding_init_std)
-        self.output_layer = PlainHead(config)
-        self.noise_readings = noise_layers(config)
+        self.vocab_embed = Embedding(vocab_size + 1, settings.hidden_size, settings.embedding_init_std)
+        self.output_layer = PlainHead(settings.hidden_size, vocab_size)
+        self.noise_readings = noise_layers(settings, vocab_size)
         self.dropout, self.predicts_next = settings.dropout, settings.predicts_next
         shape = self.network.config.get_text_config(decoder=True)
         heads = shape.num_attention_heads

@@ -1,12 +1,14 @@
-"""Rotary positions, attention patterns and the key/value cache of the backbone."""
+"""The diffusion transformer: attention patterns, key/value cache, blocks with adaLN, output head.
+
+Parameter names and shapes are the authors', so that their checkpoints load by name.
+"""
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -14,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.functional import dropout, embedding, layer_norm, pad, scaled_dot_product_attention, silu
 
 from trainer.students.conditioning import LayerNoise
-from trainer.students.hugging_face import StudentConfig
+from trainer.students.configuration import StudentSettings
 from trainer.students.noise_attention import VocabularyAttention
 
 Tokens = Int[Tensor, "b l"]
@@ -65,20 +67,15 @@ def dot_product_attention(
         return scaled_dot_product_attention(*wide, attn_mask, **options).to(query.dtype)
 
 
-def full_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """Every position attends to every position."""
-    return dot_product_attention(query, key, value)
-
-
-def causal_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """Position i attends to positions 0..i."""
-    return dot_product_attention(query, key, value, is_causal=True)
+full_attention: Attend = dot_product_attention
+"""Every position attends to every position."""
+causal_attention: Attend = partial(dot_product_attention, is_causal=True)
+"""Position i attends to positions 0..i."""
 
 
 def masked_attention(allowed: Bool[Tensor, "*rows q k"]) -> Attend:
-    """SDPA restricted to the allowed (query, key) pairs; [B, 1, q or 1, k] tells rows apart."""
-
-    return functools.partial(dot_product_attention, attn_mask=allowed)
+    """Attention of the allowed (query, key) pairs alone; [B, 1, q or 1, k] tells rows apart."""
+    return partial(dot_product_attention, attn_mask=allowed)
 
 
 @dataclass
@@ -118,12 +115,6 @@ class KeyValueCache:
         return KeyValueCache(keys, values, self.length)
 
 
-# The diffusion transformer: a DiT over token embeddings with adaLN, rotary positions, linear head.
-#
-# Parameter names and shapes are the authors', so that their checkpoints load by name.
-
-
-LAYER_NORM_EPS = 1e-5
 NUM_FREQUENCIES = 128
 
 
@@ -146,20 +137,25 @@ class Embedding(nn.Module):
         return embedding(tokens, self.embedding)
 
 
-class LayerNorm(nn.Module):
-    """LayerNorm without bias, computed in float32 whatever the weights and autocast say."""
+class LayerNorm(nn.LayerNorm):
+    """Without bias, and computed in float32 whatever the weights and autocast say."""
 
     def __init__(self, hidden_size: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(hidden_size))
-
-    def reset_parameters(self) -> None:
-        """Weight 1."""
-        nn.init.ones_(self.weight)
+        super().__init__(hidden_size, bias=False)
 
     def forward(self, x: Float[Tensor, "*shape d"]) -> Float[Tensor, "*shape d"]:
         with torch.autocast(x.device.type, enabled=False):
-            return layer_norm(x.float(), self.weight.shape, self.weight.float(), eps=LAYER_NORM_EPS)
+            return layer_norm(x.float(), self.normalized_shape, self.weight.float(), eps=self.eps)
+
+
+class ZeroLinear(nn.Linear):
+    """A linear layer that begins at zero: the uniform distribution, or a block that is the identity."""
+
+    def reset_parameters(self) -> None:
+        """Zero."""
+        nn.init.zeros_(self.weight)
+        if self.bias is not None:
+            nn.init.zeros_(self.bias)
 
 
 def sigma_features(sigma: Float[Tensor, "b"]) -> Float[Tensor, "b features"]:
@@ -182,45 +178,17 @@ class SigmaEmbedding(nn.Module):
         return silu(self.mlp(sigma_features(sigma).to(next(self.mlp.parameters()).dtype)))
 
 
-class AdaLN(nn.Linear):
-    """c -> shifts, scales and gates, zero-initialised."""
-
-    def __init__(self, condition_size: int, hidden_size: int, num_chunks: int) -> None:
-        super().__init__(condition_size, num_chunks * hidden_size)
-        self.num_chunks = num_chunks
-
-    def reset_parameters(self) -> None:
-        """Zero, so that every block starts as the identity."""
-        nn.init.zeros_(self.weight)
-        nn.init.zeros_(self.bias)
-
-    def chunks(self, level: Float[Tensor, "rows c"]) -> tuple[Tensor, ...]:
-        """The modulations, each [rows, 1, D]."""
-        return self(level)[:, None, :].chunk(self.num_chunks, dim=-1)
-
-
-def noise_layers(config: StudentConfig) -> nn.ModuleDict:
+def noise_layers(settings: StudentSettings, vocab_size: int) -> nn.ModuleDict:
     """Noise cross-attention for each depth of ``noise.layers``, by its name."""
-    size, settings = config.vocab_size, config.settings
-    layers = {str(d): VocabularyAttention(size, settings.hidden_size) for d in settings.noise.layers}
-    return nn.ModuleDict(layers)
-
-
-class OutputProjection(nn.Linear):
-    """Linear to logits, zero-initialised."""
-
-    def reset_parameters(self) -> None:
-        """Zero, so that training starts from the uniform distribution."""
-        nn.init.zeros_(self.weight)
-        nn.init.zeros_(self.bias)
+    width = settings.hidden_size
+    return nn.ModuleDict({str(d): VocabularyAttention(vocab_size, width) for d in settings.noise.layers})
 
 
 class Block(nn.Module):
     """Pre-norm attention and MLP; with a noise-level width also adaLN shifts, scales and gates."""
 
-    def __init__(self, config: StudentConfig, layer: int, condition_size: int | None) -> None:
+    def __init__(self, settings: StudentSettings, layer: int, condition_size: int | None) -> None:
         super().__init__()
-        settings = config.settings
         width, inner = settings.hidden_size, settings.mlp_ratio * settings.hidden_size
         self.layer, self.num_heads, self.dropout = layer, settings.num_heads, settings.dropout
         self.norm1 = LayerNorm(width)
@@ -229,14 +197,14 @@ class Block(nn.Module):
         self.norm2 = LayerNorm(width)
         gelu = nn.GELU(approximate="tanh")
         self.mlp = nn.Sequential(nn.Linear(width, inner), gelu, nn.Linear(inner, width))
-        self.adaLN_modulation = AdaLN(condition_size, width, 6) if condition_size else None
+        self.adaLN_modulation = ZeroLinear(condition_size, 6 * width) if condition_size else None
 
     def forward(
         self, x: States, level: Level, rotary: Rotary, attend: Attend, cache: KeyValueCache | None = None
     ) -> States:
         modulation: tuple[Tensor | float, ...] = (0.0, 0.0, 1.0, 0.0, 0.0, 1.0)
         if self.adaLN_modulation is not None and level is not None:
-            modulation = self.adaLN_modulation.chunks(level)
+            modulation = self.adaLN_modulation(level)[:, None].chunk(6, dim=-1)
         shift1, scale1, gate1, shift2, scale2, gate2 = modulation
         dtype = self.attn_qkv.weight.dtype
         packed = self.attn_qkv((self.norm1(x) * (1 + scale1) + shift1).to(dtype))
@@ -256,18 +224,17 @@ class Block(nn.Module):
 class Head(nn.Module):
     """Final norm, modulation and projection to V + 1 logits, applied to the rows that need them."""
 
-    def __init__(self, config: StudentConfig, condition_size: int | None) -> None:
+    def __init__(self, width: int, vocab_size: int, condition_size: int | None) -> None:
         super().__init__()
-        width = config.settings.hidden_size
         self.norm_final = LayerNorm(width)
-        self.linear = OutputProjection(width, config.vocab_size + 1)
-        self.adaLN_modulation = AdaLN(condition_size, width, 2) if condition_size else None
+        self.linear = ZeroLinear(width, vocab_size + 1)
+        self.adaLN_modulation = ZeroLinear(condition_size, 2 * width) if condition_size else None
 
     def features(self, x: States, level: Level) -> States:
         """What the projection sees."""
         normed = self.norm_final(x)
         if self.adaLN_modulation is not None and level is not None:
-            shift, scale = self.adaLN_modulation.chunks(level)
+            shift, scale = self.adaLN_modulation(level)[:, None].chunk(2, dim=-1)
             normed = normed * (1 + scale) + shift
         return normed.to(self.linear.weight.dtype)
 
@@ -278,24 +245,21 @@ class Head(nn.Module):
 class DiT(nn.Module):
     """Embedding, blocks and head; ``uses_sigma`` False gives a plain transformer.
 
-    The caller looks up and edits embeddings (``embed``), runs ``forward`` and projects only the
-    rows that it needs with ``output_layer``.
+    The caller looks up and edits embeddings, runs ``forward`` and projects only the rows that it
+    needs with ``output_layer``.
     """
 
-    def __init__(self, config: StudentConfig, *, uses_sigma: bool = True) -> None:
+    def __init__(self, settings: StudentSettings, vocab_size: int, *, uses_sigma: bool = True) -> None:
         super().__init__()
-        settings = config.settings
         condition_size = settings.condition_size if uses_sigma else None
-        self.head_width = settings.hidden_size // settings.num_heads
-        self.vocab_embed = Embedding(config.vocab_size + 1, settings.hidden_size, settings.embedding_init_std)
+        width = self.attended_width = settings.hidden_size
+        self.head_width = width // settings.num_heads
+        self.vocab_embed = Embedding(vocab_size + 1, width, settings.embedding_init_std)
         self.sigma_map = SigmaEmbedding(condition_size) if condition_size else None
-        layers = range(settings.num_layers)
-        self.blocks = nn.ModuleList(Block(config, layer, condition_size) for layer in layers)
-        self.output_layer = Head(config, condition_size)
-        self.noise_readings = noise_layers(config)
-        self.num_matrix_weights = (4 + 2 * settings.mlp_ratio) * settings.hidden_size**2
-        self.num_matrix_weights *= settings.num_layers
-        self.attended_width = settings.hidden_size
+        self.blocks = nn.ModuleList(Block(settings, layer, condition_size) for layer in range(settings.num_layers))
+        self.output_layer = Head(width, vocab_size, condition_size)
+        self.noise_readings = noise_layers(settings, vocab_size)
+        self.num_matrix_weights = (4 + 2 * settings.mlp_ratio) * width**2 * settings.num_layers
 
     def embed_sigma(self, sigma: Float[Tensor, "b"]) -> Float[Tensor, "b c"] | None:
         """The adaLN vector of each noise level; None for a plain transformer."""
@@ -323,6 +287,5 @@ class DiT(nn.Module):
 
     def start_cache(self, batch_size: int, capacity: int) -> KeyValueCache:
         """Empty key/value memory for ``capacity`` tokens per row."""
-        num_heads, weight = self.blocks[0].num_heads, self.vocab_embed.embedding
-        shape: Any = len(self.blocks), batch_size, num_heads, capacity, self.head_width
-        return KeyValueCache.empty(weight, *shape)
+        shape = batch_size, self.attended_width // self.head_width, capacity, self.head_width
+        return KeyValueCache.empty(self.vocab_embed.embedding, len(self.blocks), *shape)

@@ -34,11 +34,10 @@ from shards.errors import UsageError, first_line
 from shards.store.manifest import Manifest
 from trainer.objective.batch import Batch
 from trainer.students.backbone import BackboneStudent, FrozenBackbone
-from trainer.students.base import LossOutput
+from trainer.students.base import LossOutput, StudentConfig
 from trainer.students.configuration import StudentSettings
 from trainer.students.decoder import layer_lists
 from trainer.students.fused_head import CHUNK_ROWS
-from trainer.students.hugging_face import StudentConfig
 
 Runner = Callable[[Tensor, Tensor, Tensor, DynamicCache], Tensor]
 KL_WEIGHT = 0.5

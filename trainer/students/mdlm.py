@@ -12,11 +12,10 @@ from transformers.modeling_outputs import MaskedLMOutput
 from shards.errors import UsageError
 from trainer.objective.batch import Batch, Places
 from trainer.objective.corruption import Corruption, corrupt, masked_log_probs, partly_prior, substituted_log_probs
-from trainer.students.base import LossOutput, Student
+from trainer.students.base import LossOutput, Student, StudentConfig
 from trainer.students.conditioning import EmbeddedNoise, LayerNoise
 from trainer.students.dit import Attend, Level, States, Tokens, full_attention, masked_attention
 from trainer.students.fused_head import weighted_nll
-from trainer.students.hugging_face import StudentConfig
 
 
 class MDLMConfig(StudentConfig):

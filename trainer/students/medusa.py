@@ -26,11 +26,11 @@ from transformers.modeling_outputs import CausalLMOutput
 from shards.errors import UsageError
 from trainer.objective.batch import Batch, Places
 from trainer.students.backbone import BackboneStudent, FrozenBackbone
-from trainer.students.base import LossOutput
+from trainer.students.base import LossOutput, StudentConfig
 from trainer.students.conditioning import EmbeddedNoise
-from trainer.students.dit import Block, LayerNorm, Rotary, causal_attention
+from trainer.students.configuration import StudentSettings
+from trainer.students.dit import Block, LayerNorm, Rotary, ZeroLinear, causal_attention
 from trainer.students.fused_head import CHUNK_ROWS
-from trainer.students.hugging_face import StudentConfig
 
 HEAD_DECAY = 0.8
 """Head k counts 0.8^k in the loss (Medusa, section 2.2)."""
@@ -42,26 +42,13 @@ class MedusaConfig(StudentConfig):
     model_type = "gdistill-medusa"
 
 
-class ZeroLinear(nn.Linear):
-    """A linear layer without bias that begins at zero."""
-
-    def __init__(self, in_features: int, out_features: int) -> None:
-        super().__init__(in_features, out_features, bias=False)
-
-    def reset_parameters(self) -> None:
-        """Zero: what it adds is learnt from nothing."""
-        nn.init.zeros_(self.weight)
-
-
 class NoiseSequence(nn.Module):
     """A small causal transformer over the noise embeddings of the next tokens."""
 
-    def __init__(self, config: StudentConfig) -> None:
+    def __init__(self, settings: StudentSettings) -> None:
         super().__init__()
-        settings = config.settings
         self.head_width = settings.hidden_size // settings.num_heads
-        layers = range(settings.num_layers)
-        self.blocks = nn.ModuleList(Block(config, layer, None) for layer in layers)
+        self.blocks = nn.ModuleList(Block(settings, layer, None) for layer in range(settings.num_layers))
         self.norm = LayerNorm(settings.hidden_size)
 
     def forward(self, embedded: Float[Tensor, "n w e"]) -> Float[Tensor, "n w e"]:
@@ -85,14 +72,14 @@ class MedusaHead(nn.Module):
         super().__init__()
         settings, vocab_size = config.settings, config.vocab_size
         conditioned = settings.conditioning == "gumbel"
-        self.noise = ZeroLinear(settings.hidden_size, width) if conditioned else None
-        self.residual = ZeroLinear(width, width)
+        self.noise = ZeroLinear(settings.hidden_size, width, bias=False) if conditioned else None
+        self.residual = ZeroLinear(width, width, bias=False)
         self.output: nn.Module | None = None
         if settings.backbone.head_output == "full":
-            self.output = ZeroLinear(width, vocab_size)
+            self.output = ZeroLinear(width, vocab_size, bias=False)
         elif settings.backbone.head_output == "low_rank":
             rank = settings.backbone.head_rank
-            down, up = nn.Linear(width, rank, bias=False), ZeroLinear(rank, vocab_size)
+            down, up = nn.Linear(width, rank, bias=False), ZeroLinear(rank, vocab_size, bias=False)
             self.output = nn.Sequential(down, up)
 
     def features(self, hidden: Float[Tensor, "*n d"], noise: Float[Tensor, "*n e"] | None) -> Float[Tensor, "*n d"]:
@@ -119,7 +106,7 @@ class Medusa(BackboneStudent):
         width = (config.frozen or {})["hidden_size"]
         self.heads = nn.ModuleList(MedusaHead(width, config) for _ in range(self.settings.backbone.num_proposed))
         conditioned = self.settings.conditioning == "gumbel"
-        self.noise_sequence = NoiseSequence(config) if conditioned else None
+        self.noise_sequence = NoiseSequence(self.settings) if conditioned else None
 
     @property
     def sharded_blocks(self) -> tuple[nn.Module, ...]:

@@ -7,12 +7,12 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelF
 from trainer.students.autoregressive import AR, ARConfig
 from trainer.students.base import LossOutput as LossOutput
 from trainer.students.base import Student
+from trainer.students.base import StudentConfig as StudentConfig
 from trainer.students.bd3lm import BD3LM, BD3LMConfig
 from trainer.students.configuration import StudentSettings as StudentSettings
 from trainer.students.configuration import read_preset as read_preset
 from trainer.students.drafter import Drafter
 from trainer.students.drafter import DrafterConfig as DrafterConfig
-from trainer.students.hugging_face import StudentConfig as StudentConfig
 from trainer.students.mdlm import MDLM, MDLMConfig
 from trainer.students.medusa import Medusa
 from trainer.students.medusa import MedusaConfig as MedusaConfig

@@ -193,7 +193,7 @@ class Trainer:
             self.window.restart_clock()
             stopping = False
             while self.step < self.num_steps and not stopping:
-                batch, self._coming = self._coming[0] if self._coming else self._next_batch(self.step), None
+                batch, self._coming = self._coming[0] if self._coming else self.make_batch(next(self._source)), None
                 stopping = self.advance(batch)
                 self._report(bar, batch.epoch)
                 if stopping or self._is_due(self.config.training.checkpoint_every_steps):
@@ -203,9 +203,6 @@ class Trainer:
     def _rows(self) -> Generator[RowBatch, None, None]:
         while True:
             yield from self.stream
-
-    def _next_batch(self, step: int) -> Batch:
-        return self.make_batch(next(self._source), step)
 
     def _is_due(self, every: int) -> bool:
         return self.step % every == 0 or self.step == self.num_steps
@@ -219,7 +216,7 @@ class Trainer:
         if self.copies.looks_ahead and self.step + 1 < self.num_steps:
             # The next batch sets out while the device is still at this one; a checkpoint begins with it.
             place = self.stream.state_dict()
-            self._coming = self._next_batch(self.step + 1), place
+            self._coming = self.make_batch(next(self._source)), place
             self.copies.announce(self._coming[0])
         clipped = clip_gradients(self.parameters, config.max_grad_norm)
         scalars = [clipped.float(), *(output.loss.detach().float() for _, output, _ in losses)]
@@ -449,7 +446,7 @@ class Validator:
 
     def _batches(self) -> Iterator[Batch]:
         for rows in self._stream.one_pass():
-            yield self._make_batch(rows, rows.step)
+            yield self._make_batch(rows)
 
     def _outputs(self, module: nn.Module, batch: Batch, clips: Clips) -> list[LossOutput]:
         """Of micro-batches, as many on every process: a sharded forward pass is collective.

@@ -35,7 +35,7 @@ def read_rows(maker: BatchMaker, store: ShardStore, split: str = "train", epoch:
 def make_batch(path: Path, epoch: int = 0, with_noise: bool = True, num_draws: int | None = None) -> Batch:
     store = ShardStore.open(path)
     maker = BatchMaker(store, "train", 3, CPU, with_noise, num_draws)
-    return maker(read_rows(maker, store, epoch=epoch), step=5)
+    return maker(read_rows(maker, store, epoch=epoch))
 
 
 def arrivals(batch: Batch, mask: Tensor = MASK) -> Tensor:
@@ -88,7 +88,7 @@ def test_a_frozen_codec_repeats_its_draw_with_the_stores_keys(tmp_path: Path) ->
     gumbels = []
     for split in ("train", "validation"):
         maker = BatchMaker(opened, split, 3, CPU, True)
-        batch = maker(read_rows(maker, opened, split), step=0)
+        batch = maker(read_rows(maker, opened, split))
         gumbels.append(-arrivals(batch, EVERYWHERE).log().flatten())
     # 672 pairs: the correlation of independent draws has a standard deviation of 0.039.
     assert abs(torch.corrcoef(torch.stack(gumbels))[0, 1]) < 5 * 0.039
@@ -126,7 +126,7 @@ def test_every_micro_batch_has_every_kind_of_time() -> None:
     """Slots are strata of t: parts of neighbours would be nearly clean or nearly all masked."""
     rows = torch.arange(64)
     tokens = torch.zeros(64, LENGTH, dtype=torch.int64)
-    batch = Batch(tokens, tokens.float(), rows, rows, 64, 0, 0, 3)
+    batch = Batch(tokens, tokens.float(), rows, rows, 64, 0, 3)
     parts = list(batch.micro_batches(8))
     means = [float(corrupt(part, DiffusionSettings(), 1, FULL).t.mean()) for part in parts]
     # Each part holds one time of every eighth of [0, 1]: their means differ by less than an eighth.

@@ -37,7 +37,7 @@ def batch_of(rows: Tensor | int, slots: Tensor | None = None, **names: int) -> B
     """Rows of 16 tokens; a number is so many rows, each in its own slot."""
     rows = torch.arange(rows) if isinstance(rows, int) else rows
     slots, tokens = rows if slots is None else slots, torch.zeros(len(rows), 16, dtype=torch.int64)
-    batch = Batch(tokens, tokens.float(), rows, slots, len(rows), 0, 0, 3)
+    batch = Batch(tokens, tokens.float(), rows, slots, len(rows), 0, 3)
     return dataclasses.replace(batch, **names)  # type: ignore[arg-type]
 
 

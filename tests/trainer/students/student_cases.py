@@ -39,7 +39,7 @@ def make_batch(num_rows: int = 4) -> Any:
     arrivals = -torch.log1p(-torch.rand((num_rows, LENGTH, VOCAB), generator=generator))
     tokens = torch.randint(VOCAB, (num_rows, LENGTH), generator=generator)
     noise = ArrivalRows(arrivals)
-    return Batch(tokens, torch.zeros(tokens.shape), 100 + rows, rows, num_rows, 0, 0, 7, noise)
+    return Batch(tokens, torch.zeros(tokens.shape), 100 + rows, rows, num_rows, 0, 7, noise)
 
 
 def row_noise(student: Any, batch: Batch, tau: float = 1.0) -> EmbeddedNoise:

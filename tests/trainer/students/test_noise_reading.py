@@ -25,6 +25,7 @@ from tests.trainer.students.student_cases import BLOCK, LENGTH, VOCAB, make_batc
 from trainer.objective.batch import Places
 from trainer.students import noise_attention
 from trainer.students.conditioning import EmbeddedNoise, GumbelConditioner, LayerNoise
+from trainer.students.configuration import NoiseSettings
 from trainer.students.noise_attention import VocabularyAttention, layer_scores
 from trainer.students.registry import BD3LM, MDLM
 
@@ -47,7 +48,7 @@ def arrivals(num: int = NUM, vocab: int = SIZE) -> Tensor:
 
 def make(transform: Transform = "gumbel", prior_weight: float = 0.0) -> GumbelConditioner:
     torch.manual_seed(1)
-    made = GumbelConditioner(SIZE, WIDTH, transform, prior_weight)
+    made = GumbelConditioner(SIZE, WIDTH, NoiseSettings(transform=transform, prior_weight=prior_weight))
     torch.nn.init.normal_(made.weight)
     return made
 
@@ -95,7 +96,7 @@ def test_sparse_rest_by_hand() -> None:
     The two unknown rates are 1.5 each on average, under priors 0.3 and 0.4: the denominator is
     2 * 0.1 + 1 * 0.2 + 1.5 * 0.7 = 1.45.
     """
-    conditioner = GumbelConditioner(4, 1, prior_weight=1.0)
+    conditioner = GumbelConditioner(4, 1, NoiseSettings(prior_weight=1.0))
     conditioner.weight.data = torch.tensor([[1.0], [10.0], [0.0], [0.0]])
     conditioner.set_unigram(torch.tensor([0.1, 0.2, 0.3, 0.4]).log())
     kept, rest = torch.tensor([[0.5, 1.0]]), torch.tensor([3.0])
@@ -159,8 +160,7 @@ def test_extreme_arrivals_stay_finite() -> None:
     conditioner, before = make(), full.clone()
     for tau in (0.5, 1.0, 2.0):
         for kind in ("uniform", "gaussian", "gumbel"):
-            conditioner.transform = kind
-            assert conditioner(DenseNoise(full), tau).isfinite().all()
+            assert make(kind)(DenseNoise(full), tau).isfinite().all()
     assert torch.equal(full, before), "rates leave the noise alone"
     out = conditioner(DenseNoise(full))
     assert torch.allclose(out[0], conditioner.weight[3])
@@ -212,7 +212,7 @@ def test_embeddings_laid_out_like_rows_blend_as_listed(injection: str, num_score
 
 def test_a_projection_of_low_rank_is_its_product() -> None:
     torch.manual_seed(1)
-    narrow, noise = GumbelConditioner(SIZE, WIDTH, rank=3), DenseNoise(arrivals())
+    narrow, noise = GumbelConditioner(SIZE, WIDTH, NoiseSettings(rank=3)), DenseNoise(arrivals())
     whole = make()
     whole.weight.data = narrow.weight.data @ narrow.map.weight.data.T
     assert torch.allclose(narrow(noise), whole(noise), atol=1e-6)
@@ -227,7 +227,7 @@ def test_a_tied_projection_reads_the_token_embedding_and_teaches_it() -> None:
     student = tiny_student("mdlm", "gumbel", noise={"projection": "tied"})
     vocab = student.config.vocab_size
     assert student.conditioner.weight is None
-    fresh = GumbelConditioner(SIZE, WIDTH, is_tied=True)
+    fresh = GumbelConditioner(SIZE, WIDTH, NoiseSettings(projection="tied"))
     assert torch.equal(fresh.map.weight, torch.eye(WIDTH))
     noise = DenseNoise(arrivals(vocab=vocab))
     table = student.backbone.vocab_embed.embedding

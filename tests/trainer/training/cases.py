@@ -26,4 +26,4 @@ def trainer_of(store: Path, out: Path, *given: Any, **changes: Any) -> tuple[Tra
 
 
 def first_batch(trainer: Trainer) -> Batch:
-    return trainer.make_batch(next(trainer._rows()), 0)
+    return trainer.make_batch(next(trainer._rows()))

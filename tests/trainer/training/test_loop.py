@@ -187,8 +187,8 @@ def test_nan_loss_names_its_rows_and_keeps_the_last_checkpoint(store: Path, tmp_
     trainer = trainer_of(store, out, training__checkpoint_every_steps=1, seed=1)[0]
     make_batch = trainer.make_batch
 
-    def spoil(rows: RowBatch, step: int) -> Batch:
-        batch = make_batch(rows, step)
+    def spoil(rows: RowBatch) -> Batch:
+        batch = make_batch(rows)
         bad = torch.isin(batch.row_ids, torch.tensor(sorted(spoiled)))
         values = batch.token_log_probs.masked_fill(bad[:, None], math.nan)
         assert isinstance(batch.noise, StoredRowNoise)
@@ -280,7 +280,7 @@ def test_steps_are_those_of_plain_torch(store: Path, tmp_path: Path, monkeypatch
     rows = trainer._rows()
     batches = []
     for _ in range(NUM_STEPS):
-        batches.append(trainer.make_batch(next(rows), trainer.step))
+        batches.append(trainer.make_batch(next(rows)))
         trainer.advance(batches[-1])
     weights, averages, norms = in_plain_torch(twin, batches)
     assert trainer.window.norm_sum == pytest.approx(sum(norms), rel=1e-4)

@@ -241,11 +241,11 @@ def record_batches(trainer: Trainer, path: Path) -> None:
     """Write each batch's rows, slots and masks of this rank."""
     make_batch, lines = trainer.make_batch, []
 
-    def recorded(rows, step):
-        batch = make_batch(rows, step)
+    def recorded(rows):
+        batch = make_batch(rows)
         if trainer.student.training:
             mask = trainer.student.corrupt(batch).mask.int().tolist()
-            lines.append([step, batch.row_ids.tolist(), batch.slots.tolist(), mask])
+            lines.append([rows.step, batch.row_ids.tolist(), batch.slots.tolist(), mask])
             path.write_text(json.dumps(lines))
         return batch
 
