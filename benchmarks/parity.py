@@ -30,6 +30,7 @@ from benchmarks.goldens import (
 from benchmarks.measure import machine
 from shards.atomic import write_json_atomic
 from trainer.importing import our_parameters
+from trainer.objective.batch import Places
 from trainer.objective.corruption import (
     SCHEDULES,
     masking_sigma,
@@ -132,7 +133,7 @@ def n_minus_2_case(folder: Path) -> list[Comparison]:
     mask = (tokens == student.mask_id) & covered
     with torch.no_grad():
         embedded = student.embed_noise(row_noise(gumbel, tokens.shape[1]).at(mask))
-        embeddings, _ = student.inject(student.backbone.vocab_embed(tokens), mask, embedded)
+        embeddings, _ = student.inject(student.backbone.vocab_embed(tokens), Places.of(mask), embedded)
         level = student.backbone.embed_sigma(golden["sigma_in"])
         hidden = student.contextualize(embeddings, tokens, level)
         head = student.backbone.output_layer

@@ -162,7 +162,7 @@ class CompletionScorer:
         if self._reads_noise:
             ids = torch.tensor([*row_ids], device=tokens.device)
             prior = PriorRowNoise(student, ids, row.shape[1], self.seed, draw)
-            noise = prior.embeddings(student.masked_positions(row))  # type: ignore[operator]
+            noise = prior.embeddings(row == student.mask_id)  # type: ignore[operator]
         found = student.predict_at(row, where, noise)  # type: ignore[operator]
         wanted, places = tokens[masked], masked.nonzero(as_tuple=True)
         own = found.gather(-1, wanted[:, None])[:, 0].double()

@@ -256,6 +256,13 @@ class Places:
         return Places(self.rows, self.positions + num_columns)
 
 
+def all_but_first(tokens: Int[Tensor, "b l"]) -> Places:
+    """Every place of a batch but those of column 0, listed without asking a mask."""
+    rows, length = tokens.shape
+    index = torch.arange(rows * (length - 1), device=tokens.device)
+    return Places(index // (length - 1), index % (length - 1) + 1)
+
+
 class CopiesAhead:
     """The parts of one batch after another, on a device: the next is copied while one is computed on.
 

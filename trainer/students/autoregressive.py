@@ -11,7 +11,7 @@ from torch.nn.functional import pad
 from transformers.modeling_outputs import CausalLMOutput
 
 from shards.errors import UsageError
-from trainer.objective.batch import Batch, Places
+from trainer.objective.batch import Batch, all_but_first
 from trainer.objective.corruption import masked_log_probs
 from trainer.students.base import LossOutput, Student, StudentConfig
 from trainer.students.configuration import require
@@ -71,7 +71,7 @@ class AR(Student):
             targets.flatten(),
             weights.flatten(),
             self.mask_id,
-            self._distillation(batch, _all_but_first(batch.tokens)),
+            self._distillation(batch, all_but_first(batch.tokens)),
         )
         token_nlls = pad(nlls.view_as(targets) * (weights > 0), (1, 0))
         return LossOutput(loss, token_nlls, batch.num_scored, num_masked=num_tokens, num_blocks=1)
@@ -123,10 +123,3 @@ class AR(Student):
         hidden = self.backbone(embeddings, None, positions, attend, cache)
         cache.length += new
         return masked_log_probs(self._project(hidden[:, -1:], None)[:, 0], self.mask_id)
-
-
-def _all_but_first(tokens: Tokens) -> Places:
-    """Every place but those of column 0, row-major, listed without asking a mask."""
-    rows, length = tokens.shape
-    index = torch.arange(rows * (length - 1), device=tokens.device)
-    return Places(index // (length - 1), index % (length - 1) + 1)

@@ -62,17 +62,17 @@ def block_causal_mask(length: int, block_size: int, device: torch.device) -> Ten
 
 
 @functools.lru_cache(maxsize=16)
-def flex_obstacle(device: torch.device) -> str:
-    """Why FlexAttention cannot train on this device, tried once on a few tokens; else empty."""
-    if device.type != "cuda":
-        return f"it has no gradient on {device.type}"
+def flex_works(device: torch.device) -> bool:
+    """Whether FlexAttention trains on a GPU, tried once on a few tokens; if not, says why: sdpa is slower."""
     try:
         attend = flex_training_attention(64, 16, device)
         zeros = torch.zeros(2, 1, 128, 16, device=device, requires_grad=True)
         attend(zeros, zeros, zeros).sum().backward()
     except Exception as error:  # whatever a compiler may lack
-        return first_line(error)
-    return ""
+        said = f"attention: sdpa on {device}; FlexAttention fails: {first_line(error)}"
+        stderr.print(said, markup=False)
+        return False
+    return True
 
 
 @functools.lru_cache(maxsize=16)
@@ -148,17 +148,16 @@ class BD3LM(MDLM):
         return hidden[:, :length]
 
     def _training_attention(self, length: int, device: torch.device) -> Attend:
-        choice = self.settings.attention
+        choice, is_gpu = self.settings.attention, device.type == "cuda"
         if choice == "auto":
-            can = device.type == "cuda" and self.backbone.head_width >= 16
-            choice = "flex" if can and not _told_obstacle(device) else "sdpa"
-        if choice == "flex" and device.type != "cuda" and torch.is_grad_enabled():
+            choice = "flex" if is_gpu and self.backbone.head_width >= 16 and flex_works(device) else "sdpa"
+        if choice == "sdpa":
+            return masked_attention(training_mask(length, self.block_size, device))
+        if not is_gpu and torch.is_grad_enabled():
             what, got = "FlexAttention has no gradient on this device", f"flex on {device.type}"
             remedy = "set model.attention=auto, which takes sdpa here"
             raise UsageError(what, where="model.attention", got=got, remedy=remedy)
-        if choice == "flex":
-            return flex_training_attention(length, self.block_size, device)
-        return masked_attention(training_mask(length, self.block_size, device))
+        return flex_training_attention(length, self.block_size, device)
 
     def sampling_attention(self, length: int) -> Attend:
         """See :class:`MDLM`: each block sees itself and the blocks before it."""
@@ -214,12 +213,3 @@ class BD3LM(MDLM):
         hidden = self.backbone(embeddings, level, positions, attend, cache, noise)[:, new:]
         cache.length += new
         return self._log_probs_at(hidden, where, level)
-
-
-@functools.lru_cache(maxsize=16)
-def _told_obstacle(device: torch.device) -> str:
-    """What keeps FlexAttention from training here; said once, since sdpa is slower."""
-    obstacle = flex_obstacle(device)
-    if obstacle:
-        stderr.print(f"attention: sdpa on {device}; FlexAttention fails: {obstacle}", markup=False)
-    return obstacle

@@ -27,7 +27,7 @@ class MDLMConfig(StudentConfig):
 class MDLM(Student):
     """Masked diffusion language model (Sahoo et al. 2024) on the DiT backbone.
 
-    ``forward`` gives raw logits, ``predict`` log-probabilities for a sampler, ``loss`` the bound.
+    ``forward`` gives raw logits, ``predict`` log-probabilities, ``loss`` the bound.
     """
 
     config_class = MDLMConfig
@@ -35,23 +35,22 @@ class MDLM(Student):
 
     @property
     def num_blocks(self) -> int:
-        """Times per row: one."""
+        """Blocks, and times, per row."""
         return 1
 
     def loss(self, batch: Batch, *, time_bounds: tuple[float, float] | None = None) -> LossOutput:
         """sum over masked tokens of weight * NLL / (B L), with t and mask keyed by the batch.
 
-        Args:
-            batch: Rows with their noise (needed when the student is conditioned).
-            time_bounds: Clips of t instead of the student's own (validation, schedule search).
+        ``time_bounds`` are clips of t instead of the student's own (validation, schedule search).
         """
         return self.corrupted_loss(batch, self.corrupt(batch, time_bounds))
 
     def corrupt(self, batch: Batch, time_bounds: tuple[float, float] | None = None) -> Corruption:
         """Times, mask and loss weights of a batch; those of the bound where clips are given."""
+        settings = self.settings.diffusion
         if time_bounds is None:
-            return corrupt(batch, self.settings.diffusion, self.num_blocks, self.clips)
-        return corrupt(batch, self.settings.diffusion.as_bound, self.num_blocks, time_bounds)
+            return corrupt(batch, settings, self.num_blocks, self.clips)
+        return corrupt(batch, settings.as_bound, self.num_blocks, time_bounds)
 
     def corrupted_loss(self, batch: Batch, corruption: Corruption) -> LossOutput:
         """The loss of given times and masks."""
@@ -72,13 +71,8 @@ class MDLM(Student):
             self._distillation(batch, places),
         )
         blank = torch.zeros(batch.tokens.shape, device=nlls.device)
-        return LossOutput(
-            loss=loss,
-            token_nlls=blank.index_put(places.index, nlls) * corruption.weight,
-            num_tokens=batch.num_scored,
-            num_masked=len(places),
-            num_blocks=self.num_blocks,
-        )
+        token_nlls = blank.index_put(places.index, nlls) * corruption.weight
+        return LossOutput(loss, token_nlls, batch.num_scored, len(places), self.num_blocks)
 
     def contextualize(self, embeddings: States, clean: Tokens, level: Level, noise: LayerNoise | None = None) -> States:
         """Hidden states of the noised row; ``clean`` is for subclasses that look at it."""
@@ -89,10 +83,10 @@ class MDLM(Student):
         if batch.noise is None:
             remedy = "read it from a store whose codec gives noise"
             raise UsageError("the batch carries no noise", where="conditioning", remedy=remedy)
-        noise = batch.noise.at(places)
-        if self.training and self.settings.noise.prior_share:
-            noise = partly_prior(noise, batch, places, self.settings.noise.prior_share)
-        return self.embed_noise(noise, self.settings.noise.tau)
+        noise, settings = batch.noise.at(places), self.settings.noise
+        if self.training and settings.prior_share:
+            noise = partly_prior(noise, batch, places, settings.prior_share)
+        return self.embed_noise(noise, settings.tau)
 
     def _level(self, sigma: Float[Tensor, "b"] | None) -> Level:
         if sigma is None or not self.settings.diffusion.time_conditioning:
@@ -126,15 +120,13 @@ class MDLM(Student):
             UsageError: For padding, labels, or masked positions without their noise.
         """
         self._refuse_unread(attention_mask, options)
-        masked = self.is_conditioned and bool(self.masked_positions(input_ids).any())
-        if masked and noise_embeddings is None:
+        if noise_embeddings is None and self.is_conditioned and bool((input_ids == self.mask_id).any()):
             raise UsageError(
                 "a conditioned student needs the noise of masked positions",
                 where="noise_embeddings",
                 remedy="pass student.embed_noise(noise), or call student.generate",
             )
-        states = self.sampling_states(input_ids, noise_embeddings, sigma)
-        return MaskedLMOutput(logits=self._project(*states))
+        return MaskedLMOutput(logits=self._project(*self.sampling_states(input_ids, noise_embeddings, sigma)))
 
     def sampling_attention(self, length: int) -> Attend:
         """Who sees whom in a sampling pass over the row, or a prefix of it: everyone everyone."""
@@ -165,49 +157,39 @@ class MDLM(Student):
         level = self._level(sigma)
         return self._project(self.contextualize(embeddings, clean, level, noise), level)
 
-    def inject(
-        self, embeddings: States, masked: Bool[Tensor, "b l"] | Places, noise: EmbeddedNoise
-    ) -> tuple[States, LayerNoise | None]:
-        """Put the noise of n masked positions (row-major) there, replacing embeddings or adding.
+    @property
+    def _shift(self) -> int:
+        """Noise lies at the state that it is to decide: one to the left where states predict the next token."""
+        return -1 if self.settings.predicts_next else 0
 
-        Where states predict the next token, noise lies one to the left of its own position, at the
-        state that it is to decide.
+    def inject(self, embeddings: States, places: Places, noise: EmbeddedNoise) -> tuple[States, LayerNoise | None]:
+        """Put the noise of n masked places there, replacing embeddings or adding.
 
         Returns:
             The embeddings, and what later layers read.
         """
-        places = Places.of(masked).shifted(-1 if self.settings.predicts_next else 0)
-        values, is_added = noise.embedding.to(embeddings.dtype), self.adds_noise
-        filled = embeddings.index_put(places.index, values, accumulate=is_added)
+        places = places.shifted(self._shift)
+        values = noise.embedding.to(embeddings.dtype)
+        filled = embeddings.index_put(places.index, values, accumulate=self.adds_noise)
         return filled, LayerNoise.of(noise, places)
 
-    def blend(
-        self, embeddings: States, masked: Bool[Tensor, "b l"], noise: EmbeddedNoise
-    ) -> tuple[States, LayerNoise | None]:
-        """:meth:`inject` of noise that is laid out like the row, without listing any place.
+    def embed(self, tokens: Tokens, noise: EmbeddedNoise | None) -> tuple[States, LayerNoise | None]:
+        """:meth:`inject` into the tokens' embeddings, of noise that is laid out like the rows.
 
         Only what later layers read is listed: listing makes the host wait for a GPU.
         """
+        embeddings = self.backbone.vocab_embed(tokens)
+        if noise is None:
+            return embeddings, None
+        masked = tokens == self.mask_id
         here, values = masked[..., None], noise.embedding.to(embeddings.dtype)
-        if self.settings.predicts_next:  # position 0 is never masked
-            here, values = here.roll(-1, dims=1), values.roll(-1, dims=1)
+        if self._shift:  # position 0 is never masked: nothing comes round at the end
+            here, values = (part.roll(self._shift, dims=1) for part in (here, values))
         filled = torch.where(here, embeddings + values if self.adds_noise else values, embeddings)
         if noise.scores is None:
             return filled, None
         places = Places.of(masked)
-        shifted = places.shifted(-1 if self.settings.predicts_next else 0)
-        return filled, LayerNoise.of(noise[places.index], shifted)
-
-    def masked_positions(self, tokens: Tokens) -> Bool[Tensor, "b l"]:
-        """Where a row is still to be filled."""
-        return tokens == self.mask_id
-
-    def embed(self, tokens: Tokens, noise_embeddings: EmbeddedNoise | None) -> tuple[States, LayerNoise | None]:
-        """Token embeddings with the noise of masked positions, and what later layers read of it."""
-        embeddings = self.backbone.vocab_embed(tokens)
-        if noise_embeddings is None:
-            return embeddings, None
-        return self.blend(embeddings, self.masked_positions(tokens), noise_embeddings)
+        return filled, LayerNoise.of(noise[places.index], places.shifted(self._shift))
 
     def predict(
         self, tokens: Tokens, noise_embeddings: EmbeddedNoise | None = None, sigma: Float[Tensor, "b"] | None = None

@@ -24,7 +24,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers.modeling_outputs import CausalLMOutput
 
 from shards.errors import UsageError
-from trainer.objective.batch import Batch, Places
+from trainer.objective.batch import Batch, all_but_first
 from trainer.students.backbone import BackboneStudent, FrozenBackbone
 from trainer.students.base import LossOutput, StudentConfig
 from trainer.students.conditioning import EmbeddedNoise
@@ -132,8 +132,12 @@ class Medusa(BackboneStudent):
             what, where = "rows too short for the heads", "model.backbone.num_proposed"
             expected = f"at most {tokens.shape[1] - 2} for rows of {tokens.shape[1]} tokens"
             raise UsageError(what, where=where, got=num_heads, expected=expected)
-        hidden = self.language_model.hidden(tokens)[:, :num_anchors].flatten(0, 1)
-        noise = None if not self.is_conditioned else self.noise_states(self._embed_rows(batch))
+        hidden, noise = self.language_model.hidden(tokens)[:, :num_anchors].flatten(0, 1), None
+        if self.is_conditioned:
+            assert batch.noise is not None
+            places = all_but_first(tokens)
+            embedded = self.embed_noise(batch.noise.at(places)).laid_out(places.index, tokens.shape)
+            noise = self._states(self._windows(embedded))
         raw = torch.tensor([HEAD_DECAY**k for k in range(1, num_heads + 1)])
         weights, nlls = (raw / raw.sum()).tolist(), []
         # A head learns a token that counts, as all between it and the anchor do: only these have
@@ -142,7 +146,7 @@ class Medusa(BackboneStudent):
         learnt = None if counted is None else counted[:, 1 : 1 + num_anchors].flatten()
         for k in range(1, num_heads + 1):
             targets = tokens[:, 1 + k : 1 + k + num_anchors].flatten()
-            condition = None if noise is None else noise[:, :num_anchors, k - 1].flatten(0, 1)
+            condition = None if noise is None else noise[:, k - 1]
             head_nlls = self._head_nlls(k - 1, hidden, condition, targets)
             if counted is not None and learnt is not None:
                 learnt = learnt & counted[:, 1 + k : 1 + k + num_anchors].flatten()
@@ -171,25 +175,9 @@ class Medusa(BackboneStudent):
         ]
         return torch.cat(parts)  # type: ignore[arg-type]
 
-    def _embed_rows(self, batch: Batch) -> Float[Tensor, "b l e"]:
-        assert batch.noise is not None
-        where = torch.ones_like(batch.tokens, dtype=torch.bool)
-        where[:, 0] = False
-        places = Places.of(where)
-        noise = self.embed_noise(batch.noise.at(places))
-        return noise.laid_out(places.index, batch.tokens.shape).embedding
-
-    def noise_states(self, embedded: Float[Tensor, "b l e"]) -> Float[Tensor, "b a k e"]:
-        """z of heads 1..K behind each of the tokens 0 .. L-2-K.
-
-        Args:
-            embedded: Noise embeddings, laid out like the row; those of position 0 are not read.
-        """
-        assert self.noise_sequence is not None
-        width = len(self.heads) + 1
-        windows = embedded[:, 1:].unfold(1, width, 1).transpose(2, 3)  # [B, A, K + 1, E]
-        states = self._states(windows.flatten(0, 1))
-        return states.unflatten(0, windows.shape[:2])
+    def _windows(self, noise: EmbeddedNoise) -> Float[Tensor, "n w e"]:
+        """The noise of tokens i + 1 .. i + 1 + K for each i, of noise laid out like the rows."""
+        return noise.embedding[:, 1:].unfold(1, len(self.heads) + 1, 1).transpose(2, 3).flatten(0, 1)
 
     def _states(self, windows: Float[Tensor, "n w e"]) -> Float[Tensor, "n k e"]:
         """z of heads 1..K; head k reads the slot of its own token, or the one before it."""
@@ -237,9 +225,6 @@ class Medusa(BackboneStudent):
         """
         self._refuse_unread(attention_mask, options)
         hidden = self.language_model.hidden(input_ids)
-        windows = None
-        if noise_embeddings is not None:
-            behind = noise_embeddings.embedding[:, 1:]
-            windows = behind.unfold(1, len(self.heads) + 1, 1).transpose(2, 3).flatten(0, 1)
+        windows = None if noise_embeddings is None else self._windows(noise_embeddings)
         proposed: Any = self.propose(hidden.flatten(0, 1), windows)
         return CausalLMOutput(logits=proposed.unflatten(0, input_ids.shape))

@@ -19,6 +19,7 @@ from tests.trainer.backbone_cases import SHAPES, backbone_run, store_of, write_b
 from tests.trainer.run_cases import LENGTH, VOCAB, assert_same_run, first_batch
 from tests.trainer.training.test_resume import run_with_signal
 from trainer import load_student
+from trainer.objective.batch import all_but_first
 from trainer.students.conditioning import EmbeddedNoise
 from trainer.students.drafter import Drafter, llama_runner, network_runner
 from trainer.students.registry import Medusa
@@ -233,9 +234,10 @@ def test_the_loss_is_that_of_the_proposals(folder: Path) -> None:
     handle.remove()
     assert len(calls) == 1, "one backbone forward per row"
     with torch.no_grad():
-        embedded = student._embed_rows(batch)
+        places = all_but_first(batch.tokens)
+        noise = student.embed_noise(batch.noise.at(places)).laid_out(places.index, batch.tokens.shape)
         anchors = LENGTH - 1 - NUM_HEADS
-        proposed = student(batch.tokens[:, :anchors], EmbeddedNoise(embedded)).logits
+        proposed = student(batch.tokens[:, :anchors], noise).logits
     total = 0.0
     for k, weight in ((1, 0.8), (2, 0.64)):
         targets = batch.tokens[:, 1 + k : 1 + k + anchors, None]

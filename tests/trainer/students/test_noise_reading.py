@@ -200,11 +200,12 @@ def test_refusals() -> None:
 @pytest.mark.parametrize("num_scores", [0, 5])
 def test_embeddings_laid_out_like_rows_blend_as_listed(injection: str, num_scores: int) -> None:
     student = tiny_student(noise={"injection": injection})
-    embeddings, scores = torch.randn(3, 12, 8), torch.randn(3, 12, num_scores)
-    noise = EmbeddedNoise(torch.randn(3, 12, 8), scores, scores.int())
-    masked = torch.rand(3, 12) < 0.5
-    listed, later = student.inject(embeddings, masked, noise[masked])
-    blended, found = student.blend(embeddings, masked, noise)
+    scores, masked = torch.randn(3, 12, num_scores), torch.rand(3, 12) < 0.5
+    noise = EmbeddedNoise(torch.randn(3, 12, 16), scores, scores.int())
+    tokens = torch.zeros(3, 12, dtype=torch.int64).masked_fill(masked, student.mask_id)
+    embeddings = student.backbone.vocab_embed(tokens)
+    listed, later = student.inject(embeddings, Places.of(masked), noise[masked])
+    blended, found = student.embed(tokens, noise)
     assert torch.equal(blended, listed) and not torch.equal(listed, embeddings)
     assert torch.equal(found.scores, later.scores) and torch.equal(found.ids, later.ids)
     assert torch.equal(later.places.read(scores), later.scores)
@@ -390,7 +391,8 @@ def test_ids_survive_narrow_embeddings() -> None:
         scores = layer_scores(DenseNoise(arrivals), 1.0, 0.0, 3)
         noise = EmbeddedNoise(torch.zeros(2, 16), *scores)
         laid = noise.laid_out(masked.nonzero(as_tuple=True), masked.shape)
-        both = (student.inject(narrow, masked, noise), student.blend(narrow, masked, laid))
+        tokens = masked.int() * student.mask_id
+        both = student.inject(narrow, Places.of(masked), noise), student.embed(tokens, laid)
     for _, found in both:
         assert found.places.positions.tolist() == [1, 3] and found.scores.dtype == torch.float32
         assert torch.equal(found.ids.sort().values, wanted.int().sort().values)
