@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -116,31 +116,20 @@ def stratified_times(
     In float32 in the authors' order: near t = 1 sigma = -log(1 - p) shows every last bit of t.
 
     ``slots`` are the rows' indices in the *global* batch, so every rank gets its own strata. With a
-    share of fully masked blocks v is mapped to 1 with that probability, else to all of [0, 1].
+    share of fully masked blocks v becomes 1 with that probability, else uniform on [0, 1].
     """
     num_blocks = uniforms.shape[1]
     block = torch.arange(num_blocks, device=uniforms.device)
     stratum = slots.to(uniforms.device)[:, None] * num_blocks + block
     num_strata = global_batch_size * num_blocks
-    v = fully_masked_quantile((uniforms / num_strata + stratum / num_strata) % 1, fully_masked_share)
+    v = (uniforms / num_strata + stratum / num_strata) % 1
+    rest = 1 - fully_masked_share
+    v = torch.where(v < rest, (v / max(rest, 1e-12)).clamp_max(1), 1.0)
     return v * (max_time - min_time) + min_time
 
 
-def fully_masked_quantile(v: Float[Tensor, "*s"], share: float) -> Float[Tensor, "*s"]:
-    """Quantile function of: 1 with probability ``share``, else uniform on [0, 1]."""
-    rest = 1 - share
-    return torch.where(v < rest, (v / max(rest, 1e-12)).clamp_max(1), 1.0)
-
-
-def masked_fraction(mask: Bool[Tensor, "b l"], num_blocks: int) -> Float[Tensor, "b blocks"]:
-    """Share of masked positions in each block."""
-    return mask.unflatten(1, (num_blocks, -1)).float().mean(dim=-1)
-
-
 def draw_mask(
-    uniforms: Callable[[int], Float[Tensor, "b l"]],
-    probability: Float[Tensor, "b blocks"],
-    bounds: tuple[float, float] | None = None,
+    uniforms: Callable[[int], Float[Tensor, "b l"]], probability: Float[Tensor, "b blocks"], bounds: Clips | None = None
 ) -> Bool[Tensor, "b l"]:
     """Masked positions: U <= p, blocks redrawn (U < p) until within ``bounds``, position 0 kept.
 
@@ -156,40 +145,35 @@ def draw_mask(
     mask = first <= p
     if bounds is not None:
         require_reachable(bounds, block_size)
-        mask = _redraw(mask, uniforms, p, num_blocks, (_enforced_low(bounds), bounds[1]))
+        low, high = _enforced(bounds)
+        every = 1 if mask.device.type == "cpu" else ROUNDS_AT_ONCE
+        for round_number in range(1, MAX_ROUNDS):
+            fraction = mask.unflatten(1, (num_blocks, -1)).float().mean(dim=-1)
+            outside = (fraction < low) | (fraction > high)
+            if (low, high) == (0.0, 1.0) or (round_number % every == 0 and not bool(outside.any())):
+                break
+            again = outside.repeat_interleave(block_size, dim=1)
+            mask = torch.where(again, uniforms(round_number) < p, mask)
+        else:
+            got, remedy = f"{MAX_ROUNDS} redraws within {bounds}", "widen min_time and max_time"
+            raise GdistillError("no mask fits the clips", where="resample", got=got, remedy=remedy)
     mask[:, 0] = False
     return mask
 
 
-def _redraw(
-    mask: Tensor, uniforms: Callable[[int], Tensor], p: Tensor, num_blocks: int, bounds: tuple[float, float]
-) -> Tensor:
-    if bounds[0] <= 0 and bounds[1] >= 1:
-        return mask
-    every = 1 if mask.device.type == "cpu" else ROUNDS_AT_ONCE
-    for round_number in range(1, MAX_ROUNDS):
-        fraction = masked_fraction(mask, num_blocks)
-        outside = (fraction < bounds[0]) | (fraction > bounds[1])
-        if round_number % every == 0 and not bool(outside.any()):
-            return mask
-        again = outside.repeat_interleave(mask.shape[1] // num_blocks, dim=1)
-        mask = torch.where(again, uniforms(round_number) < p, mask)
-    got, remedy = f"{MAX_ROUNDS} redraws within {bounds}", "widen min_time and max_time"
-    raise GdistillError("no mask fits the clips", where="resample", got=got, remedy=remedy)
+def _enforced(bounds: Clips) -> Clips:
+    """The masked fractions that redraws keep."""
+    return bounds[0] if bounds[0] > OPEN_BOUND else 0.0, bounds[1]
 
 
-def _enforced_low(bounds: tuple[float, float]) -> float:
-    return bounds[0] if bounds[0] > OPEN_BOUND else 0.0
-
-
-def require_reachable(bounds: tuple[float, float], block_size: int) -> None:
+def require_reachable(bounds: Clips, block_size: int) -> None:
     """Refuse clips that no number of masked tokens in a block can satisfy.
 
     Raises:
         UsageError: When no integer count / block_size lies within the enforced bounds.
     """
-    low = _enforced_low(bounds)
-    if math.floor(bounds[1] * block_size + 1e-9) < math.ceil(low * block_size - 1e-9):
+    low, high = _enforced(bounds)
+    if math.floor(high * block_size + 1e-9) < math.ceil(low * block_size - 1e-9):
         what = "no masked fraction of a block lies within the clips"
         got = f"{bounds} with blocks of {block_size}"
         remedy = "widen the clips or turn resample off"
@@ -216,13 +200,8 @@ def masked_log_probs(logits: Float[Tensor, "*s v1"], mask_id: int) -> Float[Tens
 def row_uniforms(purpose: str, batch: Batch, stream: int, count: int) -> Float[Tensor, "b count"]:
     """Uniforms in (0, 1), float32, keyed by (purpose, seed, epoch, row), for each row of a batch.
 
-    Counter-based, so they depend neither on the world size nor on the device.
-
-    Args:
-        purpose: Name of the use, which separates it from other uses of the run seed.
-        batch: Gives seed, epoch and row ids.
-        stream: Further number that tells draws of one purpose apart.
-        count: Uniforms per row.
+    Counter-based, so they depend neither on the world size nor on the device. ``purpose`` and
+    ``stream`` tell draws of one seed apart.
     """
     seed = derive_seed(batch.seed, purpose, stream // NUM_STREAMS)
     keys = PositionKeys(seed, batch.row_ids, torch.zeros_like(batch.row_ids), batch.epoch)
@@ -258,7 +237,7 @@ def corruption_from_uniforms(
     slots: Int[Tensor, "b"],
     global_batch_size: int,
     settings: DiffusionSettings,
-    bounds: tuple[float, float],
+    bounds: Clips,
 ) -> Corruption:
     """Times, masks and weights from given uniforms; see ``stratified_times`` and ``draw_mask``."""
     law, share = law_of(settings), settings.fully_masked_share
@@ -272,36 +251,23 @@ def corruption_from_uniforms(
     return Corruption(t, mask, weight, masking_sigma(p[:, 0]))
 
 
-def corrupt(rows: Batch, settings: DiffusionSettings, num_blocks: int, bounds: tuple[float, float]) -> Corruption:
+def corrupt(rows: Batch, settings: DiffusionSettings, num_blocks: int, bounds: Clips) -> Corruption:
     """Times and masks of a batch, a pure function of (seed, epoch, row ids, slots)."""
     times, length = row_uniforms("time", rows, 0, num_blocks), rows.tokens.shape[1]
-
-    def uniforms(round_number: int) -> Tensor:
-        return row_uniforms("mask", rows, round_number, length)
-
-    size = rows.global_batch_size
-    drawn = corruption_from_uniforms(times, uniforms, rows.slots, size, settings, bounds)
+    masks = partial(row_uniforms, "mask", rows, count=length)
+    drawn = corruption_from_uniforms(times, masks, rows.slots, rows.global_batch_size, settings, bounds)
     return drawn if rows.counted is None else replace(drawn, mask=drawn.mask & rows.counted)
-
-
-# Masked positions whose noise knows nothing of their token, as a sampler's does not.
-#
-# Where rows are filled in any order, what is known behind a position was drawn before its own token
-# was. In a corpus the two agree, for both follow from one text; in a sample they need not. A
-# student that only ever saw noise that explains the text trusts it over what it reads. With some
-# positions under prior noise it must ask how well the two agree.
 
 
 def partly_prior(noise: Noise, batch: Batch, places: Places, share: float) -> Noise:
     """The noise of n masked positions, prior noise at each with probability ``share``.
 
-    Which ones, is a function of (seed, epoch, row, position).
+    Where rows are filled in any order, what is known behind a position was drawn before its own
+    token was. In a corpus the two agree, for both follow from one text; in a sample they need not.
+    A student that only ever saw noise that explains the text trusts it over what it reads; with
+    some positions under prior noise it must ask how well the two agree.
 
-    Args:
-        noise: Posterior noise of the places.
-        batch: Gives the names of the draws.
-        places: Where the n positions stand in the batch.
-        share: In [0, 1].
+    Which ones, is a function of (seed, epoch, row, position).
     """
     assert isinstance(noise, KeyedPosterior)  # a run on another store is not begun
     uniforms = row_uniforms("prior noise", batch, 0, batch.tokens.shape[1])

@@ -22,8 +22,6 @@ from trainer.objective.corruption import (
     SCHEDULES,
     corrupt,
     draw_mask,
-    fully_masked_quantile,
-    masked_fraction,
     masking_sigma,
     require_reachable,
     row_uniforms,
@@ -47,6 +45,9 @@ def test_times_by_hand() -> None:
     assert t.tolist() == [[0.125, 0.25], [0.5625, 0.0]]
     clipped = stratified_times(uniforms, torch.tensor([0, 1]), 2, 0.3, 0.8)
     assert torch.allclose(clipped, 0.3 + 0.5 * t)
+    for share, expected in ((0.5, [0.0, 0.5, 1.0, 1.0]), (1.0, [1.0] * 4)):  # v of 0, 1/4, 1/2, 3/4
+        shared = stratified_times(torch.zeros(4, 1), torch.arange(4), 4, 0.0, 1.0, share)
+        assert shared.flatten().tolist() == expected
     drawn = torch.rand(64, 4, generator=torch.Generator().manual_seed(0))
     t = stratified_times(drawn, torch.arange(64).flip(0), 64, 0.0, 1.0)
     strata = (t * 256).long().flatten().sort().values
@@ -62,14 +63,6 @@ def test_times_are_the_authors_to_the_last_bit(golden: Path) -> None:
         expected = tensors[f"{name}.t"]
         width = expected.shape[1] // t.shape[1]
         assert t.repeat_interleave(width, dim=1).tolist() == expected.tolist()
-
-
-def test_fully_masked_quantile_by_hand() -> None:
-    v = torch.tensor([0.0, 0.25, 0.64, 0.9999], dtype=torch.float64)
-    assert torch.equal(fully_masked_quantile(v, 0.0), v)
-    found = fully_masked_quantile(v, 0.5)
-    assert torch.allclose(found, torch.tensor([0.0, 0.5, 1.0, 1.0]).double())
-    assert (fully_masked_quantile(v, 1.0) == 1).all()
 
 
 def test_times_follow_the_settings() -> None:
@@ -111,11 +104,9 @@ def test_resampled_blocks_are_within_bounds() -> None:
     def uniforms(round_number: int) -> Tensor:
         return row_uniforms("mask", batch, round_number, 16)
 
-    mask = draw_mask(uniforms, p, (0.3, 0.8))
-    fraction = masked_fraction(mask, 4)[:, 1:]
-    assert set(fraction.unique().tolist()) == {0.5, 0.75}
-    free = masked_fraction(draw_mask(uniforms, p, (1e-3, 1.0)), 4)[:, 1:]
-    assert torch.equal(free, masked_fraction(draw_mask(uniforms, p), 4)[:, 1:])
+    counts = draw_mask(uniforms, p, (0.3, 0.8)).unflatten(1, (4, 4)).sum(dim=2)[:, 1:]
+    assert set(counts.unique().tolist()) == {2, 3}
+    assert torch.equal(draw_mask(uniforms, p, (1e-3, 1.0)), draw_mask(uniforms, p))
     with pytest.raises(UsageError, match="min_time"):
         draw_mask(uniforms, p, (0.3, 0.45))
     require_reachable((1e-3, 1.0), 1)
