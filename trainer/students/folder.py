@@ -21,21 +21,21 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import ModelCardData
+from huggingface_hub import ModelCard, ModelCardData
 from safetensors import SafetensorError
 from torch import Tensor
-from transformers import AutoConfig, AutoModel, AutoTokenizer
+from transformers import AutoConfig, AutoModel
 
 from shards.atomic import publish_folder, sha256_file, write_json_atomic
 from shards.console import without_library_bars
 from shards.errors import GdistillError, UsageError
+from shards.language_model.loading import find_tokenizer
 from shards.store.store import ShardStore
 from trainer.students.registry import Student, StudentConfig
 
 STUDENT_FILE = "student.json"
 CARD = Path(__file__).resolve().parent.parent / "presets" / "model_card.md"
 NAMES = {"mdlm": "MDLM", "bd3lm": "BD3-LM", "ar": "Autoregressive baseline", "medusa": "Medusa", "drafter": "Drafter"}
-NOISES = {"none": "", "gumbel": " + Gumbel"}
 FOLDERS = re.compile(r"(?<![\w.:/])(?:file://)?~?/(?:[^/\s]+/)*|(?<=:)~?/(?!/)(?:[^/\s]+/)*")
 """The folders of an absolute path, bare or behind a scheme's colon; a URL keeps its places."""
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
@@ -45,6 +45,7 @@ NEAREST: dict[str, dict[str, Any]] = {
 }
 """How students that read their noise in later layers too are nearest the text, as ``make sample``
 draws them; all others are drawn as the sampler's defaults say."""
+HERE: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
 
 
 def export_model(
@@ -94,9 +95,8 @@ def model_card(record: Mapping[str, Any], student: Student) -> str:
         student: The model.
     """
     run, store = record["run"]["config"], record["run"]["store"]
-    name, batch = str(run["student"]), run["training"]["global_batch_size"]
-    teacher, corpus = str(store["teacher"].get("id", "")), str(store["tokens"].get("corpus", ""))
-    scheme, _, rest = corpus.partition(":")
+    name, teacher = str(run["student"]), str(store["teacher"].get("id", ""))
+    scheme, _, rest = str(store["tokens"].get("corpus", "")).partition(":")
     metadata = ModelCardData(
         library_name="transformers",
         license="unknown",
@@ -105,56 +105,23 @@ def model_card(record: Mapping[str, Any], student: Student) -> str:
         tags=["gdistill", "diffusion-language-model", name],
     )
     sampling = NEAREST.get(name, {}) if student.settings.noise.layers else {}
-    if name not in ("ar", "medusa", "drafter"):
-        sampling = {"nfe": 16, **sampling}
-    flags = {"sampler", "nfe", "decision", "tau"}
-    words = [f"--{n} {v} " if n in flags else f"--set {n}={v} " for n, v in sampling.items()]
-    scores, validation = "No validation split.", record.get("validation")
-    if validation:
-        kind = "given the noise" if validation["conditional"] else "bound"
-        scores = (
-            f"Validation, averaged weights: {validation['nll_nats']:.4f} nats per token ({kind}), "
-            f"perplexity {validation['perplexity']:.3f}, {validation['num_tokens']:,} tokens."
-        )
-    return CARD.read_text(encoding="utf-8").format(
-        metadata=metadata.to_yaml(),
-        title=NAMES.get(name, name) + NOISES[student.settings.conditioning],
-        sentence=_description(student),
-        model_type=student.config.model_type,
-        auto_class="AutoModelForCausalLM" if name == "ar" else "AutoModelForMaskedLM",
-        parameters=student.num_parameters(),
-        **{key: store[key] for key in ("row_length", "vocab_size", "mask_id")},
-        corpus=_cell(store["tokens"].get("corpus", "not recorded")),
-        teacher=_cell(store["teacher"]),
-        codec=_cell(store["codec"]),
-        steps=record["step"],
-        tokens=record["step"] * batch * store["row_length"],
-        options="".join(words),
-        settings="".join(f"{n}={v!r}, " for n, v in sampling.items()),
-        batch=batch,
+    return ModelCard.from_template(
+        metadata,
+        template_path=str(CARD),
+        name=name,
+        names=NAMES,
+        student=student,
+        frozen=without_places(student.config.frozen),
+        store=store,
+        batch=run["training"]["global_batch_size"],
         seed=run["seed"],
-        scores=scores,
-    )
-
-
-def _description(student: Student) -> str:
-    """How the student was trained, and whose network it needs or has."""
-    text = "A student trained on token rows, without the teacher's noise, as a baseline."
-    if student.is_conditioned:
-        text = (
-            "A parallel decoder trained by Gumbel distillation: masked positions see the posterior "
-            "Gumbel noise under which the autoregressive teacher produces the text."
-        )
-    frozen, decoder = student.config.frozen, student.settings.language_model
-    if frozen is not None:
-        text += (
-            f" It stands on the language model {without_places(frozen['name'])}, which is not in "
-            f"this folder and which it cannot do without: the one of weights_sha256 "
-            f"`{frozen['weights_sha256']}`; another is refused."
-        )
-    if decoder is not None:
-        text += f" Its layers are those of a {decoder['model_type']} language model of transformers."
-    return text
+        step=record["step"],
+        validation=record.get("validation"),
+        cell=_cell,
+        repr=repr,
+        sampling=sampling if name in ("ar", "medusa", "drafter") else {"nfe": 16, **sampling},
+        flags=("sampler", "nfe", "decision", "tau"),
+    ).content
 
 
 def _cell(value: Any) -> str:
@@ -206,8 +173,8 @@ def open_model(path: Path, device: torch.device | str = "cpu", backbone: str | N
 
     Raises:
         UsageError: When the folder holds no student of ours, or a broken one, or its backbone is
-            another one or absent.
-        GdistillError: When its tokenizer or its record is damaged.
+            another one or absent, or its tokenizer is damaged.
+        GdistillError: When its record is damaged.
     """
     directory = find_model(path)
     student = read_model(directory)
@@ -253,16 +220,15 @@ def read_model(directory: Path) -> Student:
         UsageError: When the folder holds no student of ours, or a weight is missing, left over or
             of another shape; the library would put a random one in its place.
     """
-    here: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
     try:
-        config = AutoConfig.from_pretrained(directory, **here)
+        config = AutoConfig.from_pretrained(directory, **HERE)
         if not isinstance(config, StudentConfig):
             remedy = "train one with gdistill-train, or convert with gdistill-train import"
             got = config.model_type
             raise UsageError("not a gdistill student", where=directory, got=got, remedy=remedy)
-        here |= {"dtype": torch.float32, "output_loading_info": True}
+        options = {**HERE, "dtype": torch.float32, "output_loading_info": True}
         with without_library_bars():
-            student, found = AutoModel.from_pretrained(directory, **here)
+            student, found = AutoModel.from_pretrained(directory, **options)
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         raise UsageError("the model cannot be loaded", where=directory, got=error) from error
     wrong = {kind: sorted(map(str, names)) for kind, names in found.items() if names}
@@ -280,32 +246,24 @@ def load_tokenizer(path: str | Path) -> Any:
         path: A model folder, or the ``--out`` folder of a finished run.
 
     Raises:
-        UsageError: When there is no such folder.
-        GdistillError: When its tokenizer is damaged.
+        UsageError: When there is no such folder, or its tokenizer is damaged.
     """
     directory = Path(path) / "model" if is_model(Path(path) / "model") else Path(path)
     if not directory.is_dir():
         raise UsageError("no model there", where=path, got="no such folder")
     if not any((directory / f"{name}.json").is_file() for name in ("tokenizer", "tokenizer_config")):
         return None
-    try:
-        here: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
-        return AutoTokenizer.from_pretrained(directory, **here)
-    except (OSError, ValueError, KeyError) as error:
-        raise GdistillError("the tokenizer cannot be loaded", where=directory, got=error) from error
+    return find_tokenizer(directory)
 
 
 def _read_record(directory: Path) -> dict[str, Any]:
-    file = directory / STUDENT_FILE
-    if not file.is_file():
+    """Content of ``student.json``; of a model that was not trained here, nothing."""
+    if not (file := directory / STUDENT_FILE).is_file():
         return {}
     try:
         record = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise GdistillError("not JSON", where=file, got=error) from error
-    store: Any = record
-    for name in ("run", "store"):
-        store = store.get(name, {}) if isinstance(store, Mapping) else None
-    if not isinstance(store, Mapping):
-        raise GdistillError("damaged record", where=file, expected="an object with run.store")
-    return record
+        if isinstance(record.get("run", {}).get("store", {}), Mapping):
+            return record
+    except (ValueError, AttributeError):
+        pass
+    raise GdistillError("damaged record", where=file, expected="a JSON object with run.store")

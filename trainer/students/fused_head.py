@@ -44,19 +44,16 @@ class WeightedNLL(torch.autograd.Function):
         dtype: torch.dtype,
         distillation: Distillation | None,
     ) -> tuple[Float[Tensor, ""], Float[Tensor, "n"]]:
-        device, size, is_distilled = features.device, len(bias), distillation is not None
+        device, size = features.device, len(bias)
         nlls = torch.empty(len(targets), device=device)
-        losses = torch.empty_like(nlls) if is_distilled else nlls
+        losses = nlls if distillation is None else torch.empty_like(nlls)
         narrow, narrow_bias = padded_head(weight, bias, dtype)
         gradients: tuple[Tensor, ...] = ()
         if any(ctx.needs_input_grad[:3]):
             blank = torch.empty if len(features) else torch.zeros
-            gradients = (
-                torch.empty(features.shape, device=device),
-                blank(narrow.shape, device=device),
-                torch.zeros(len(narrow), device=device),
-            )
-        width = even_width(len(targets), chunk_rows(device, len(narrow), is_distilled))
+            head = blank(narrow.shape, device=device), torch.zeros(len(narrow), device=device)
+            gradients = torch.empty(features.shape, device=device), *head
+        width = even_width(len(targets), chunk_rows(device, len(narrow), distillation is not None))
         with torch.autocast(device.type, enabled=False):
             for start in range(0, len(targets), width):
                 rows = slice(start, start + width)
@@ -69,8 +66,10 @@ class WeightedNLL(torch.autograd.Function):
                     known = logits[:, :size]
                     losses[rows], slope = _distilled(distillation, known, wanted, weights, rows)
                     slope = pad(slope, (0, len(narrow) - size))
-                elif gradients:
-                    slope = _slope_(logits, nlls[rows] + own, wanted, weights)
+                elif gradients:  # w (p - onehot), written over the logits
+                    slope = logits.sub_((nlls[rows] + own)[:, None]).exp_()
+                    slope.scatter_add_(1, wanted[:, None], slope.new_full((len(wanted), 1), -1.0))
+                    slope.mul_(weights[:, None])
                 if gradients:
                     gradients[2].add_(slope.sum(dim=0))
                     slope = slope.to(dtype)
@@ -85,10 +84,7 @@ class WeightedNLL(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_loss: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-        scaled = [
-            gradient.mul_(grad_loss) if gradient.dtype == torch.float32 else gradient * grad_loss
-            for gradient in ctx.saved_tensors
-        ]
+        scaled = [gradient.mul_(grad_loss) for gradient in ctx.saved_tensors]
         cast = [value.to(dtype) for value, dtype in zip(scaled, ctx.dtypes, strict=True)]
         return *cast, None, None, None, None, None
 
@@ -100,25 +96,16 @@ def chunk_rows(device: torch.device, num_columns: int, is_distilled: bool) -> in
     return min(rows, largest_batch(num_columns, device))
 
 
-def padded_head(
-    weight: Float[Tensor, "v1 d"], bias: Float[Tensor, "v1"], dtype: torch.dtype
-) -> tuple[Float[Tensor, "columns d"], Float[Tensor, "columns"]]:
+def padded_head(weight: Tensor, bias: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Weight and bias of the product, in its precision and with as many columns as it computes."""
-    kind, size = weight.device.type, len(bias)
-    missing = -size % HEAD_MULTIPLE.get(kind, HEAD_MULTIPLE["cuda"])
+    size = len(bias)
+    missing = -size % HEAD_MULTIPLE.get(weight.device.type, HEAD_MULTIPLE["cuda"])
     if not missing:
         return weight.to(dtype), bias.to(dtype)
     wide = torch.empty(size + missing, weight.shape[1], dtype=dtype, device=weight.device)
     wide[:size].copy_(weight)
     wide[size:].zero_()
     return wide, pad(bias.to(dtype), (0, missing), value=-torch.inf)
-
-
-def _slope_(logits: Tensor, normalizers: Tensor, targets: Tensor, row_weights: Tensor) -> Tensor:
-    """w (p - onehot), written over the logits."""
-    slope = logits.sub_(normalizers[:, None]).exp_()
-    slope.scatter_add_(1, targets[:, None], slope.new_full((len(targets), 1), -1.0))
-    return slope.mul_(row_weights[:, None])
 
 
 def _distilled(
@@ -145,8 +132,8 @@ def weighted_nll(
     With a teacher the sum is of :meth:`Distillation.losses`; the NLLs stay what they are.
 
     Args:
-        features: What the projection sees, one row per masked token.
-        projection: Linear to V + 1 logits.
+        features: What the projection to V + 1 logits sees, one row per masked token.
+        projection: That layer.
         targets: The tokens to predict.
         row_weights: w, without gradient.
         mask_id: Column whose probability is zero.
