@@ -187,7 +187,7 @@ def test_listed_probabilities_with_noise_train(store: Path, tmp_path: Path) -> N
 
 def test_sequence_level_distillation_wants_rows_of_the_teacher(store: Path, tmp_path: Path) -> None:
     config = tiny_run(model__kd__kind="sequence", training__num_steps=2)
-    with pytest.raises(UsageError, match=r"rows that the teacher wrote.*--mode sequential"):
+    with pytest.raises(UsageError, match=r"rows of the teacher.*--mode sequential"):
         train(config, store, tmp_path / "run")
     assert not (tmp_path / "run" / "config.json").exists()
     tokens = {"fingerprint": "ef" * 32, "corpus": "random", "mode": "sequential"}
