@@ -45,16 +45,7 @@ SETTINGS_FILE = "settings.json"
 
 
 def open_student(place: str, device: str, backbone: str | None) -> ModelFolder:
-    """A student from a model folder, the output of a training run, or the hub.
-
-    Args:
-        place: Where it is.
-        device: ``auto``, ``cpu``, ``cuda`` or ``cuda:N``.
-        backbone: Where the language model is that the student stands on, if not where it says.
-
-    Raises:
-        UsageError: For a device that is not there, or no student of ours.
-    """
+    """A student from a model folder, the output of a training run, or the hub, on ``auto``, ``cuda:N``, ..."""
     on = resolve_device(device)
     if obstacle := use_noise_kernel("auto", on):
         stderr.print(f"noise kernel: eager on {on}; {obstacle}", markup=False)
@@ -69,9 +60,6 @@ def rows_to_fill(
     """Token ids of the rows, the mask id where to fill; sample i fills row i modulo their number.
 
     Without prompt and infill only the first token is given: bos, or eos where there is no bos.
-
-    Raises:
-        UsageError: For rows that cannot be filled.
     """
     config = loaded.student.config
     length = config.row_length if length is None else length
@@ -101,15 +89,12 @@ def sampler_variants(
     """(folder below ``--out``, a sampler for each of its files) for each value of the sweep.
 
     Args:
-        student: Has a sampler that suits it.
+        student: Has a sampler that suits it, where ``name`` is None.
         name: Of the sampler that is asked for.
         options: Its settings by dotted name.
         overrides: Further settings, ``key=value``.
         sweep: ``key=value,value,...``.
         budgets: Of each file, ``{"nfe": 8}`` say; an empty one leaves the sampler's own.
-
-    Raises:
-        UsageError: For an unknown sampler, setting or value.
     """
     name, settings = (name or student.default_sampler).replace("-", "_"), {}
     for path, value in ((key.split("."), value) for key, value in options.items()):
@@ -134,22 +119,14 @@ def sampler_variants(
 
 
 class SampleFile:
-    """A file of samples that a run fills.
-
-    Args:
-        path: Where the finished file stands.
-    """
+    """A file of samples that a run fills; ``path`` is where the finished file stands."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.partial = path.with_name(f"{path.name}.partial")
 
     def read(self) -> list[dict[str, Any]]:
-        """The samples that are safely written; repairs a torn last line of an unfinished file.
-
-        Raises:
-            GdistillError: When a line in the middle is not a sample, or one of its own.
-        """
+        """The samples that are safely written; a torn last line of an unfinished file is cut off."""
         lines = self.path.read_bytes().splitlines() if self.path.is_file() else whole_lines(self.partial)
         records: dict[int, dict[str, Any]] = {}
         for number, line in enumerate(lines, start=1):
@@ -213,11 +190,7 @@ class SampleRun:
     out: Path
 
     def check(self) -> None:
-        """Ask every sampler about every row that is to be filled.
-
-        Raises:
-            UsageError: For the first row that cannot be filled, or another tokenizer's verifier.
-        """
+        """Refuse (UsageError) a row that one of the samplers cannot fill, or another tokenizer's verifier."""
         student = self.loaded.student
         for sampler in self.samplers:
             for index in range(min(self.num_samples, len(self.rows))):
@@ -292,8 +265,7 @@ class SampleRun:
             products: How float32 matrix products run: ``float32``, or ``TF32`` on a GPU.
 
         Raises:
-            UsageError: When the folder holds samples of another run, is being filled by another
-                process, or cannot be made.
+            UsageError: When the folder cannot be written, or is of another run or held by one.
         """
         settings = self.settings(products)
         try:
@@ -338,9 +310,7 @@ class SampleRun:
             bar.note(f"{settings['sampler']}, {result.nfe.float().mean():.1f} NFE")
 
     def _batches(self, indices: Sequence[int]) -> Iterator[list[int]]:
-        """Samples of one row length, ``batch_size`` at a time; fewer where a GPU's kernels could
-        not index their log-probabilities.
-        """
+        """Samples of one row length, as many at a time as are asked for and a GPU's kernels can index."""
         columns, device = self.loaded.student.config.vocab_size + 1, self.loaded.student.device
         lengths = {index: len(self._row(index)) for index in indices}
         for length in sorted(set(lengths.values())):
@@ -372,8 +342,7 @@ class SampleRun:
             text = tokenizer.decode(tokens[self.skips_first :], skip_special_tokens=False)
         filled = self._filled(index)
         num_given = len(self._row(index)) - len(filled)
-        record: dict[str, Any] = {"index": index, "tokens": tokens, "text": text}
-        record["nfe"] = int(result.nfe[slot])
+        record: dict[str, Any] = {"index": index, "tokens": tokens, "text": text, "nfe": int(result.nfe[slot])}
         if filled[0] != num_given:  # not simply the row's end
             record["filled"] = filled
         record["num_given"] = num_given
@@ -393,10 +362,11 @@ class SampleRun:
 
 
 def choose_products(run: SampleRun) -> str:
-    """Let float32 matrix products run as TF32, where the device has it and the sampler bears it."""
-    # Lossless decoding compares two passes, which TF32 would part.
-    verified = run.samplers[0].verifier_sha256(run.loaded.student) is not None
-    if run.precision != "fp32" or verified:
+    """Let float32 matrix products run as TF32, where the device has it and the sampler bears it.
+
+    Lossless decoding compares two passes, which TF32 would part.
+    """
+    if run.precision != "fp32" or run.samplers[0].verifier_sha256(run.loaded.student) is not None:
         return "float32"
     products = allow_tf32(run.loaded.student.device)
     if products == "TF32":
@@ -414,25 +384,13 @@ def described(sampler: Sampler) -> dict[str, Any]:
 
 
 def published_name(place: str | Path) -> str:
-    """The last two parts of a folder's path, which tell it from its neighbours; a hub id as it is.
-
-    Samples are shown to others, whom the paths of this machine do not concern.
-    """
+    """The last two parts of a folder's path (samples are shown to others); a hub id as it is."""
     folder = Path(place)
     return "/".join(folder.resolve().parts[-2:]) if folder.exists() else str(place)
 
 
 def files_of_same_run(settings_file: Path, identity: Mapping[str, Any]) -> dict[str, Any]:
-    """What ``settings.json`` says of the files that earlier runs left; empty without one.
-
-    Args:
-        settings_file: Where it stands, if it does.
-        identity: Of the run that wants to go on there.
-
-    Raises:
-        UsageError: When the files are of another identity, naming the first field that differs.
-        GdistillError: When the file is damaged.
-    """
+    """What ``settings.json`` says of the files that earlier runs left; a UsageError where their identity differs."""
     if not settings_file.is_file():
         return {}
     try:

@@ -1,14 +1,10 @@
 """The loop that all samplers share, and ancestral sampling.
 
-A sampler says in which order positions are predicted (``order``: an iterator of passes) and by
-which rule tokens are chosen (``choose``); the student predicts (``Rows.predict``); ``fill`` is the
-loop.
-
-The order of a masked diffusion sampler does not depend on the model. In ancestral sampling a token
-stays masked from t to s with probability p(s) / p(t), independently; over all steps that is one
-uniform U per position, the token being revealed in the step where p(s) / p(1) falls below U. So one
-uniform per position says, for every NFE, in which step the position is revealed, and steps that
-reveal nothing need no forward pass.
+A sampler says in which order positions are predicted (``order``) and how tokens are chosen
+(``choose``); the student predicts (``Rows.predict``); ``fill`` is the loop. In ancestral sampling a
+token stays masked from t to s with probability p(s) / p(t), independently: over all steps that is
+one uniform U per position, which is revealed in the step where p(s) / p(1) falls below U. So the
+order is known beforehand, and steps that reveal nothing need no forward pass.
 """
 
 from __future__ import annotations
@@ -36,8 +32,7 @@ MOST_STEPS = 1 << 20
 """More steps than any row has tokens; the times of so many still fit in memory."""
 PASSES = f"[1, {MOST_STEPS}]"
 POSITIONS_AT_A_TIME = 8000
-"""Most positions whose log-probabilities are held: 1.6 GB at V = 50,257, and below 2^31 elements up
-to V = 268,000, which is as far as kernels count in 32 bits."""
+"""Most positions whose log-probabilities are held: 1.6 GB at V = 50,257, and below 2^31 elements up to V = 268,000."""
 
 
 @dataclass(frozen=True)
@@ -62,17 +57,12 @@ class Pass:
 class Rows:
     """B rows on their way, and the student that sees them whole; subclasses read them otherwise.
 
-    Args:
-        student: Predicts.
-        tokens: [B, L] rows as given.
-        noise: Their noise.
-        keys: Names of the draws.
-
     Attributes:
         tokens: [B, L], filled in place.
         masked: [B, L], what is to be filled.
-        active: [m] rows that passes are made of, all of them to begin with.
-        columns: Columns that are filled now, all of them to begin with.
+        keys: Names of the draws.
+        active: [m] rows that passes are made of; all of them, unless a subclass says otherwise.
+        columns: Columns that are filled now; likewise.
         nfe: [B] forward passes so far.
         details: Further results.
         levels: [T + 1] noise level of each step, and of the final fill, for a time-conditioned student; else None.
@@ -152,11 +142,7 @@ class Sampler(ABC):
         return self
 
     def check_tokenizer(self, tokenizer: Any) -> None:
-        """Refuse a tokenizer (None where the student has none) that is not the verifier's.
-
-        Raises:
-            UsageError: Naming the first word whose id differs.
-        """
+        """Refuse a tokenizer (None where the student has none) that is not the verifier's."""
         return  # there is no second model
 
     def verifier_sha256(self, student: Student) -> str | None:
@@ -164,17 +150,12 @@ class Sampler(ABC):
         return None
 
     def check(self, student: Student, tokens: Int[Tensor, "b l"]) -> None:
-        """Refuse a student that cannot fill these rows by this sampler.
-
-        Raises:
-            UsageError: When it cannot; also a row or a token that no student can start from.
-        """
+        """Refuse (UsageError) a student that cannot fill these rows by this sampler, and rows that none can."""
         if self.tau and not student.is_conditioned:
             remedy = "leave tau out, or sample a student trained with conditioning"
             raise UsageError("this student takes no noise", where="tau", got=self.tau, remedy=remedy)
         check_tokens(student, tokens)
-        if self.stop != StopRule():
-            self.stop.check(student, tokens)
+        self.stop.check(student, tokens)
 
     def start(self, student: Student, tokens: Int[Tensor, "b l"], noise: RowNoise, keys: SampleKeys) -> Rows:
         """The rows before the first pass."""
@@ -211,8 +192,8 @@ class Sampler(ABC):
             seed: The user's seed.
 
         Returns:
-            The samples. Where the stop rule draws anew, the last draw of each; its passes and
-            counts (``COUNTS``) are those of all its draws, and ``attempt`` is in the details.
+            The samples. Where the stop rule draws anew, the last draw of each, with the passes and
+            counts (``COUNTS``) of all its draws, and ``attempt`` in the details.
 
         Raises:
             UsageError: When student, rows, noise and settings do not fit each other.
@@ -230,8 +211,7 @@ class Sampler(ABC):
         was_training = student.training
         student.eval()
         try:
-            first = draw(torch.arange(len(tokens), device=tokens.device), 0)
-            return first if self.stop == StopRule() else self.stop.redrawn(first, draw)
+            return self.stop.redrawn(draw(torch.arange(len(tokens), device=tokens.device), 0), draw)
         finally:
             student.train(was_training)
 
@@ -244,17 +224,11 @@ def fill(sampler: Sampler, rows: Rows) -> SampleResult:
         rows.nfe[part.rows] += 1
     whole = torch.full_like(rows.nfe, rows.tokens.shape[1])
     result = SampleResult(rows.tokens, rows.nfe, whole, rows.details)
-    if sampler.stop == StopRule():
-        return result
     return sampler.stop.judged(result, rows.masked, rows.student.config.eos_token_id)
 
 
 def check_tokens(student: Student, tokens: Int[Tensor, "b l"]) -> None:
-    """Refuse tokens that no student can start from.
-
-    Raises:
-        UsageError: When position 0 is masked or a token is out of the vocabulary.
-    """
+    """Refuse (UsageError) rows whose position 0 is masked, and tokens out of the vocabulary."""
     if bool((tokens[:, 0] == student.mask_id).any()):
         remedy = "begin rows with the bos token or a prompt"
         raise UsageError("position 0 is always given", where="tokens[:, 0]", got="the mask id", remedy=remedy)
@@ -269,32 +243,20 @@ def check_tokens(student: Student, tokens: Int[Tensor, "b l"]) -> None:
 
 
 def check_length(student: Student, tokens: Int[Tensor, "b l"]) -> None:
-    """Refuse rows longer than the student's.
-
-    Raises:
-        UsageError: If they are.
-    """
+    """Refuse (UsageError) rows longer than the student's."""
     if tokens.shape[1] > (most := student.config.row_length):
         got, remedy = tokens.shape[1], f"at most {most}; only the block sampler goes beyond the trained length"
         raise UsageError("rows longer than the student's", where="length", got=got, remedy=remedy)
 
 
 def check_times(student: Student, has_times: bool, remedy: str) -> None:
-    """Refuse a time-conditioned student where its steps have no time.
-
-    Raises:
-        UsageError: With the remedy.
-    """
+    """Refuse (UsageError) a time-conditioned student where its steps have no time."""
     if student.settings.diffusion.time_conditioning and not has_times:
         raise UsageError("a time-conditioned student must know the time of each step", where="sampler", remedy=remedy)
 
 
 def require_whole_row_student(student: Student, sampler: str) -> MDLM:
-    """The student, if it predicts whole rows at once.
-
-    Raises:
-        UsageError: For block-diffusion and autoregressive students.
-    """
+    """The student, if it predicts whole rows at once; a UsageError for block-wise and autoregressive ones."""
     if isinstance(student, MDLM) and not (isinstance(student, BD3LM) and student.num_blocks > 1):
         return student
     what, got = f"the {sampler} sampler fills whole rows", type(student).__name__
@@ -328,10 +290,8 @@ class DiffusionSampler(Sampler):
 class AncestralSampler(DiffusionSampler):
     """Ancestral sampling of masked diffusion (Sahoo et al. 2024), with caching.
 
-    T steps at times linspace(1, 1e-5, T + 1). In the step from t to s a masked token stays masked
-    with probability p(s) / p(t), else it is drawn from the prediction; a known token never changes.
-    A row whose tokens all stay as they are needs no forward pass, so NFE is at most T, and below it
-    when T is large for the row.
+    T steps at times linspace(1, 1e-5, T + 1). A row whose tokens all stay as they are needs no
+    forward pass, so NFE is at most T, and below it when T is large for the row.
 
     Attributes:
         nfe: T, the most forward passes per sample (but see ``final_argmax``).
@@ -363,13 +323,7 @@ def ancestral_times(num_steps: int, final_argmax: bool) -> Float[Tensor, "steps1
 def ancestral_steps(
     uniform: Float[Tensor, "b l"], schedule: Schedule, times: Float[Tensor, "steps1"]
 ) -> Int[Tensor, "b l"]:
-    """The step, 1..T, that reveals a position; T + 1 where none does.
-
-    Args:
-        uniform: [B, L] float64 uniforms.
-        schedule: p(t); a token is still masked after step k with probability p(t_k) / p(1).
-        times: t_0 = 1 > ... > t_T, float64.
-    """
+    """The step, 1..T, that reveals a position; T + 1 where none does: U against p(t_k) / p(1), in float64."""
     p = schedule.masking_probability(times)
     survival = placed(torch.where(times > 0, p / p[0], 0.0)[1:], uniform.device)
     return len(times) - torch.searchsorted(survival.flip(0), uniform)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from shards.errors import UsageError
 from trainer.students.registry import StudentConfig
@@ -30,8 +30,7 @@ def prompted(texts: Sequence[str], tokenizer: Any, config: StudentConfig, length
             raise UsageError("an empty prompt and no bos token", where=where)
         if len(given) >= length:
             expected = f"at most {length - 1}, so that something is left to fill"
-            what = "the prompt is longer than the row"
-            raise UsageError(what, where=where, got=got, expected=expected)
+            raise UsageError("the prompt is longer than the row", where=where, got=got, expected=expected)
         rows.append((*given, *[config.vocab_size] * (length - len(given))))
     return tuple(rows)
 
@@ -55,8 +54,8 @@ def encode(text: str, tokenizer: Any, config: StudentConfig, where: str) -> list
         raise UsageError("not UTF-8 text", where=where, got=error.reason) from error
     ids = tokenizer.encode(text, add_special_tokens=False)
     if (got := max(ids, default=0)) >= config.vocab_size:
-        what = "the tokenizer gives ids outside the student's vocabulary"
-        raise UsageError(what, where=where, got=got, expected=f"below {config.vocab_size}")
+        what, expected = "the tokenizer gives ids outside the student's vocabulary", f"below {config.vocab_size}"
+        raise UsageError(what, where=where, got=got, expected=expected)
     return ids
 
 
@@ -96,8 +95,7 @@ def _read_lines(path: Path, option: str) -> list[str]:
     try:
         return path.read_text(encoding="utf-8").removesuffix("\n").split("\n")
     except OSError as error:
-        what = f"cannot read the {option} file"
-        raise UsageError(what, where=path, got=error.strerror) from error
+        raise UsageError(f"cannot read the {option} file", where=path, got=error.strerror) from error
     except UnicodeDecodeError as error:
         raise UsageError("not UTF-8 text", where=path, got=error.reason) from error
 
@@ -109,31 +107,27 @@ def _parse_infill(line: str, where: str, tokenizer: Any, config: StudentConfig) 
     except (ValueError, RecursionError) as error:
         raise UsageError("not JSON", where=where, got=error) from error
     if not isinstance(record, Mapping) or not record.keys() & {"tokens", "text"}:
-        expected = 'an object with "tokens" or "text"'
-        raise UsageError("not a row to fill", where=where, expected=expected)
-    name, kind = ("tokens", list) if "tokens" in record else ("text", str)
+        raise UsageError("not a row to fill", where=where, expected='an object with "tokens" or "text"')
+    name, kind, word = ("tokens", list, "list") if "tokens" in record else ("text", str, "string")
     given: Any = record[name]
-    row: list[int]
     if not isinstance(given, kind):
-        what = f"{name} is no {'list' if kind is list else 'string'}"
-        raise UsageError(what, where=where, got=type(given).__name__)
-    if name == "text":
-        row = _bos(config) + encode(str(given), tokenizer, config, where)
+        raise UsageError(f"{name} is no {word}", where=where, got=type(given).__name__)
+    if isinstance(given, str):
+        row = _bos(config) + encode(given, tokenizer, config, where)
     else:
-        row = [mask_id if token is None else token for token in cast(list[Any], given)]
+        row = [mask_id if token is None else token for token in given]
         for place, token in enumerate(given):
             if token is not None and not (type(token) is int and 0 <= token < mask_id):
                 at, expected = f"{where}, position {place}", f"null or an id in 0..{mask_id - 1}"
                 raise UsageError("bad token", where=at, got=token, expected=expected)
     places, last = record.get("masked", []), len(row) - 1
     if not isinstance(places, list) or not all(type(p) is int and 0 <= p <= last for p in places):
-        expected = f"a list of 0..{last}"
-        raise UsageError("bad positions", where=where, got=places, expected=expected)
+        raise UsageError("bad positions", where=where, got=places, expected=f"a list of 0..{last}")
     for place in places:
         row[place] = mask_id
     if not 2 <= len(row) <= most:
-        what, got = "a row of this length cannot be filled", f"{len(row)} tokens"
-        raise UsageError(what, where=where, got=got, expected=f"2..{most}")
+        got, expected = f"{len(row)} tokens", f"2..{most}"
+        raise UsageError("a row of this length cannot be filled", where=where, got=got, expected=expected)
     if row[0] == mask_id:
         raise UsageError("position 0 is always given", where=where, remedy="put bos there")
     if mask_id not in row:

@@ -1,8 +1,8 @@
 """The randomness of samples, all of it named by (seed, purpose, sample, position, attempt).
 
-Nothing here has state, so a sample depends neither on the batch it is drawn in nor on the order:
-only on the seed and on its own index. First the Gumbel noise that students read, then the draws
-that turn a prediction into a token: exponential races, see :func:`shards.noise.philox.race`.
+Nothing here has state: a sample depends on the seed and its own index alone, whatever the batch.
+First the Gumbel noise that students read, then the draws that turn a prediction into a token:
+exponential races, see :func:`shards.noise.philox.race`.
 """
 
 from __future__ import annotations
@@ -30,8 +30,7 @@ DEFAULT_TAU = 0.85
 STEPS_PER_ATTEMPT = 1 << 20
 """Draw numbers of one attempt: its own, then one per pass of APD."""
 MOST_ELEMENTS = {"cpu": 1 << 22, "cuda": 1 << 25}
-"""Most float64 probabilities at a time: 32 MiB on a CPU, of which a draw holds a dozen copies; more
-on a GPU, which small chunks would leave idle."""
+"""Most float64 probabilities at a time: 32 MiB on a CPU, of which a draw holds a dozen copies."""
 
 Decision = Literal["categorical", "argmax"]
 
@@ -47,16 +46,14 @@ def sampling_noise(
 ) -> PriorNoise:
     """Noise of B * row_length positions, sample by sample; position 0 is there but never read.
 
-    A pure function of its arguments: evaluation regenerates a sample's noise from the run's seed
-    and the sample's index.
+    A pure function of its arguments: evaluation regenerates a sample's noise from them.
 
     Args:
         seed: The user's sampling seed.
         sample_ids: [B] int64, index of each sample in the run.
         row_length: Positions per sample.
         vocab_size: V.
-        codec: The codec of the store that the student was trained on: it truncates this noise as
-            it truncates what it stores. None for a student that takes it whole.
+        codec: Of the store that the student was trained on: it truncates this noise as it truncates what it stores.
         draw: Which draw: 0, or the attempt's number where a sample is drawn anew.
     """
     positions = torch.arange(row_length, device=sample_ids.device).repeat(len(sample_ids))
@@ -107,14 +104,7 @@ class RowNoise:
     def embed(
         self, student: Any, masked: Bool[Tensor, "m w"], rows: Int[Tensor, "m"], first: int = 0
     ) -> EmbeddedNoise | None:
-        """What the student reads at masked positions, zero elsewhere; None without noise.
-
-        Args:
-            student: Embeds.
-            masked: Positions that need noise; column 0 is row position ``first``.
-            rows: Which rows of the noise these are.
-            first: See ``masked``.
-        """
+        """What the student reads at masked positions (column 0 is position ``first``), zero elsewhere; or None."""
         if self.noise is None:
             return None
         row, column = masked.nonzero(as_tuple=True)
@@ -151,10 +141,7 @@ class SampleKeys:
 
 
 def position_chunks(num_positions: int, size: int, device: torch.device) -> Iterator[slice]:
-    """Groups of positions whose float64 probabilities of ``size`` tokens fit in memory.
-
-    There is always one, which is empty where there are no positions.
-    """
+    """Groups of positions whose float64 probabilities of ``size`` tokens fit in memory; one at least."""
     step = max(1, MOST_ELEMENTS["cpu" if device.type == "cpu" else "cuda"] // size)
     for first in range(0, max(1, num_positions), step):
         yield slice(first, first + step)
@@ -165,8 +152,7 @@ class TokenRule:
     """How tokens are chosen from log-probabilities or logits.
 
     Attributes:
-        decision: ``categorical`` draws; ``argmax`` takes the most probable token (greedy decoding
-            of x_0: with noise as input the student's map is meant to be deterministic).
+        decision: ``categorical`` draws; ``argmax`` takes the most probable token.
         nucleus_p: p of nucleus truncation, in (0, 1]; 1 is off.
         nucleus_rule: ``strict`` (the authors') or ``crossing`` (transformers').
         temperature: Divides the log-probabilities, before anything is cut off.
@@ -204,10 +190,7 @@ class TokenRule:
         return truncate_to_nucleus(probs, self.nucleus_p, self.nucleus_rule)
 
     def choose(self, log_probs: Float[Tensor, "n v1"], keys: PositionKeys) -> Int[Tensor, "n"]:
-        """One token for each of n positions; the last entry, the mask's, is never taken.
-
-        A few positions at a time: the float64 copies of all would outgrow the student.
-        """
+        """One token for each of n positions, a few at a time; the last entry, the mask's, is never taken."""
         logits = log_probs[:, :-1]
         if self.decision == "argmax":
             return logits.argmax(dim=-1)

@@ -28,11 +28,7 @@ SAMPLERS = {
 
 @cache
 def sampler_class(name: str) -> type[Sampler]:
-    """The sampler of that name.
-
-    Raises:
-        UsageError: For an unknown name, naming the nearest known one.
-    """
+    """The sampler of that name; an unknown one is a UsageError with the nearest known one."""
     name = name.replace("-", "_")
     if name not in SAMPLERS:
         known, hint = f"one of {sorted(SAMPLERS)}", did_you_mean(name, SAMPLERS)

@@ -65,8 +65,8 @@ class StopRule:
         if self.min_entropy_nats is None:
             for name, default in (("entropy_window", 256), ("max_tries", 10)):
                 if (got := getattr(self, name)) != default:
-                    where, remedy = f"stop.{name}", "give --min-entropy, or leave it out"
-                    raise UsageError("no sample is redrawn", where=where, got=got, remedy=remedy)
+                    remedy = "give --min-entropy, or leave it out"
+                    raise UsageError("no sample is redrawn", where=f"stop.{name}", got=got, remedy=remedy)
         elif length < window:
             what, got = "so short rows are never judged", f"{window} tokens for rows of {length}"
             remedy = f"--set stop.entropy_window={length}, or fewer; or no --min-entropy"

@@ -10,7 +10,7 @@ embeddings of its noise, a BD3-LM's keys and values of finished blocks, a drafte
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -82,18 +82,38 @@ def race(
     return draw(scaled, seeds, places - 1, is_greedy=is_greedy)
 
 
-class RowDrafts:
-    """An MDLM or BD3-LM, which reads rows of a fixed length; behind their end it drafts nothing.
+class Reading:
+    """What has read the requests of the last step goes on with those that are still there."""
 
-    Args:
-        student: The model.
-    """
+    def __init__(self) -> None:
+        self.names: list[str] = []
+        self.reader: Any = None
+
+    def continued(self, chosen: list[Prefix], begin: Callable[[list[Prefix]], Any]) -> Any:
+        """The reader of these requests, in their order; ``begin`` makes one anew when others came."""
+        names, before = [prefix.name for prefix in chosen], self.names
+        if self.reader is None or not {*names} <= {*before}:
+            self.reader = begin(chosen)
+        elif names != before:
+            self.reader.select(torch.tensor([before.index(name) for name in names]))
+        self.names = names
+        return self.reader
+
+
+def table(prefixes: list[Prefix], width: int, filler: int) -> tuple[Int[Tensor, "b width"], Int[Tensor, "b"]]:
+    """The prefixes as rows of one width, and their lengths."""
+    tokens = torch.full((len(prefixes), width), filler)
+    for row, prefix in zip(tokens, prefixes, strict=True):
+        row[: len(prefix.tokens)] = torch.as_tensor(prefix.tokens)
+    return tokens, torch.tensor([len(prefix.tokens) for prefix in prefixes])
+
+
+class RowDrafts:
+    """An MDLM or BD3-LM, which reads rows of a fixed length; behind their end it drafts nothing."""
 
     def __init__(self, student: MDLM) -> None:
-        self.student = student
+        self.student, self.reading = student, Reading()
         self.conditions: dict[str, EmbeddedNoise] = {}
-        self.names: list[str] = []
-        self.inner: WholeRowDrafter | None = None
 
     def draft(self, prefixes: list[Prefix], most: int) -> list[list[int]]:
         """Up to ``most`` tokens behind each prefix."""
@@ -103,11 +123,8 @@ class RowDrafts:
         if not fitting:
             return drafts
         chosen = [prefixes[i] for i in fitting]
-        tokens = torch.full((len(chosen), length), self.student.mask_id)
-        for row, prefix in zip(tokens, chosen, strict=True):
-            row[: len(prefix.tokens)] = torch.as_tensor(prefix.tokens)
-        first = torch.tensor([len(prefix.tokens) for prefix in chosen])
-        inner = self._continued(chosen)
+        tokens, first = table(chosen, length, self.student.mask_id)
+        inner: WholeRowDrafter = self.reading.continued(chosen, self._begin)
         stops = torch.minimum(inner.reach(first), first + most).clamp_max(length)
         columns = torch.arange(length)
         where = (columns >= first[:, None]) & (columns < stops[:, None])
@@ -121,50 +138,30 @@ class RowDrafts:
             drafts[fitting[row]].append(token)
         return drafts
 
-    def _continued(self, chosen: list[Prefix]) -> WholeRowDrafter:
-        """What drafted last time, for the requests that go on; anew when others came."""
-        names = [prefix.name for prefix in chosen]
-        if self.inner is not None and {*names} <= {*self.names}:
-            if names != self.names:
-                self.inner.select(torch.tensor([self.names.index(name) for name in names]))
-        else:
-            condition = self._condition(chosen) if self.student.is_conditioned else None
-            self.inner = drafter_of(self.student, condition, len(chosen))
-        self.names = names
-        return self.inner
-
-    def _condition(self, chosen: list[Prefix]) -> EmbeddedNoise:
-        """Noise embeddings of the places to fill; a request's are computed once."""
-        length = self.student.config.row_length
-        kept = {}
-        for prefix in chosen:
-            known = self.conditions.get(prefix.name)
-            if known is None:
-                start = len(prefix.tokens)
-                places = torch.arange(start, length)[None]
-                own = embeddings(self.student, [prefix], places)
-                known = own.laid_out((torch.zeros_like(places), places), (1, length))
+    def _begin(self, chosen: list[Prefix]) -> WholeRowDrafter:
+        if not self.student.is_conditioned:
+            return drafter_of(self.student, None, len(chosen))
+        length, kept = self.student.config.row_length, {}
+        for prefix in chosen:  # noise embeddings of the places to fill: a request's are computed once
+            if (known := self.conditions.get(prefix.name)) is None:
+                places = torch.arange(len(prefix.tokens), length)[None]
+                known = embeddings(self.student, [prefix], places)
+                known = known.laid_out((torch.zeros_like(places), places), (1, length))
             kept[prefix.name] = known
         self.conditions = kept
-        return EmbeddedNoise.cat(list(kept.values()))
+        return drafter_of(self.student, EmbeddedNoise.cat([*kept.values()]), len(chosen))
 
 
 class NextTokenDrafts:
-    """A drafter or an autoregressive student: one pass per token, of what it has not read yet.
-
-    Args:
-        student: The model.
-    """
+    """A drafter or an autoregressive student: one pass per token, of what it has not read yet."""
 
     def __init__(self, student: AR | Drafter) -> None:
-        self.student = student
+        self.student, self.reading = student, Reading()
         if isinstance(student, AR):
             self.model: Any = student
             self.row_length: int | None = student.config.row_length
         else:
             self.model, self.row_length = DraftModel(student), student.language_model.context_length
-        self.names: list[str] = []
-        self.reader: CausalReader | None = None
 
     def draft(self, prefixes: list[Prefix], most: int) -> list[list[int]]:
         """See :class:`RowDrafts`."""
@@ -174,11 +171,9 @@ class NextTokenDrafts:
         fitting = [i for i, length in enumerate(lengths) if length <= limit]
         if not fitting:
             return drafts
-        chosen, known = [prefixes[i] for i in fitting], torch.tensor([lengths[i] for i in fitting])
-        tokens = torch.zeros(len(chosen), int(known.max()) + most, dtype=torch.int64)
-        for row, prefix in zip(tokens, chosen, strict=True):
-            row[: len(prefix.tokens)] = torch.as_tensor(prefix.tokens)
-        reader, everyone = self._continued(chosen), torch.arange(len(chosen))
+        chosen, longest = [prefixes[i] for i in fitting], max(lengths[i] for i in fitting)
+        tokens, known = table(chosen, longest + most, 0)
+        reader, everyone = self.reading.continued(chosen, self._begin), torch.arange(len(chosen))
         reader.keep(torch.minimum(reader.lengths, known - 1))  # so that there is one to read
         for step in range(min(most, limit + 1 - int(known.min()))):
             places = known + step  # a row that is full is read again, for nothing
@@ -190,24 +185,12 @@ class NextTokenDrafts:
         reader.keep(known)  # of the drafts nobody knows yet which are right
         return drafts
 
-    def _continued(self, chosen: list[Prefix]) -> CausalReader:
-        """What read the requests so far, where they go on; anew when others came."""
-        names, before = [prefix.name for prefix in chosen], self.names
-        self.names = names
-        if self.reader is None or not {*names} <= {*before}:
-            size = self.student.config.vocab_size
-            self.reader = CausalReader(self.model, size, len(chosen), self.student.device)
-        elif names != before:
-            self.reader.select(torch.tensor([before.index(name) for name in names]))
-        return self.reader
+    def _begin(self, chosen: list[Prefix]) -> CausalReader:
+        return CausalReader(self.model, self.student.config.vocab_size, len(chosen), self.student.device)
 
 
 class HeadDrafts:
-    """Medusa heads on the target's own hidden states.
-
-    Args:
-        student: The heads.
-    """
+    """Medusa heads on the target's own hidden states."""
 
     def __init__(self, student: Medusa) -> None:
         self.student = student

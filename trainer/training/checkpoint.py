@@ -54,11 +54,7 @@ def make_optimizer(parameters: Iterable[nn.Parameter], config: OptimizationConfi
 
 
 def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float) -> Tensor:
-    """Scale all gradients so that their global L2 norm is at most ``max_norm``.
-
-    Returns:
-        The norm before clipping, a float32 scalar; not finite when any gradient is not.
-    """
+    """Scale gradients to a global L2 norm of at most ``max_norm``; returns the norm before, float32."""
     norm = clip_grad_norm_(parameters, max_norm)
     return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
@@ -69,12 +65,7 @@ def ema_decay(update: int, limit: float) -> float:
 
 
 class ExponentialMovingAverage:
-    """Shadow weights s <- s - (1 - d) (s - w), in the precision (and sharding) of the weights.
-
-    Attributes:
-        shadows: Parameter name -> averaged weights.
-        num_updates: Updates so far.
-    """
+    """Shadow weights s <- s - (1 - d) (s - w), by parameter name, in the weights' precision and sharding."""
 
     def __init__(self, module: nn.Module, decay: float) -> None:
         self.decay, self.num_updates = decay, 0
@@ -125,13 +116,7 @@ class Trainee:
 
 
 class CheckpointFolder:
-    """The checkpoints of one run.
-
-    Args:
-        directory: ``OUT/checkpoints``.
-        keep_last: Newest checkpoints to keep.
-        keep_every_steps: Also keep multiples of this.
-    """
+    """The checkpoints of one run, in ``OUT/checkpoints``: the newest, and multiples of some step."""
 
     def __init__(self, directory: Path, keep_last: int, keep_every_steps: int | None) -> None:
         self.directory = directory
@@ -152,10 +137,7 @@ class CheckpointFolder:
             step: Optimiser steps done.
             trainee: Gives the tensors.
             state: ``run``, ``stream``, ``window`` and ``validation`` of :class:`~trainer.training.resume.State`.
-            accelerator: The processes.
-
-        Raises:
-            GdistillError: On every process, when the files cannot be written.
+            accelerator: The processes, all of which raise GdistillError when the files cannot be written.
         """
         tensors = trainee.gather(accelerator)
         counts = {"step": step, "ema_num_updates": trainee.ema.num_updates, "format_version": FORMAT_VERSION}

@@ -381,9 +381,6 @@ class Validator:
 
     Corruption and noise are keyed by the run seed and the row alone, so every validation of a run
     meets the same ones, and times cover (1e-3, 1) whatever clips training uses.
-
-    Raises:
-        UsageError: When the split has fewer rows than there are processes.
     """
 
     def __init__(self, config: RunConfig, store: ShardStore, accelerator: Accelerator, with_noise: bool) -> None:
@@ -467,14 +464,8 @@ class Validator:
 class MetricsFile:
     """Appends lines to metrics.jsonl, visible at once to whoever reads it.
 
-    Args:
-        path: The file.
-        last_step: Step that the run resumes after; lines of later steps, which an interrupted run
-            wrote behind its last checkpoint, are dropped, and so is a half-written last line.
-
-    Raises:
-        IntegrityError: For a line in the middle that is no line of metrics.
-        OSError: When the file cannot be written.
+    Lines behind ``last_step``, which an interrupted run wrote behind its last checkpoint, are
+    dropped, and so is a half-written last line.
     """
 
     def __init__(self, path: Path, last_step: int) -> None:

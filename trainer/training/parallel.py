@@ -38,11 +38,7 @@ from trainer.training.settings import TrainingConfig
 
 
 def open_accelerator(config: TrainingConfig, logging_dir: Path) -> Accelerator:
-    """The process's place in the world, on the device asked for, with trackers.
-
-    Raises:
-        UsageError: When CUDA is asked for and absent, or a tracker is not installed.
-    """
+    """The process's place in the world, on the device asked for, with trackers; a UsageError where one is absent."""
     available = {str(tracker.value) for tracker in get_available_trackers()}
     for tracker in set(config.trackers) - available:
         where, remedy = "training.trackers", f"pip install {tracker}, or leave it out"
@@ -155,12 +151,9 @@ def sum_over_processes(values: list[float], accelerator: Accelerator) -> list[fl
 
 
 def on_main_process(work: Callable[[], object], accelerator: Accelerator) -> None:
-    """Work of the main process that the others wait for; its failure is everyone's.
+    """Work of the main process that the others wait for; its GdistillError, or full disk, is everyone's.
 
     Without that a full disk would leave the others in a barrier until it times out.
-
-    Raises:
-        GdistillError: On every process, when ``work`` raised one, or could not write.
     """
     failure: GdistillError | None = None
     if accelerator.is_main_process:

@@ -41,11 +41,7 @@ PLAIN = "plain"
 
 
 def checkpoint_steps(directory: Path) -> list[int]:
-    """Steps of all whole checkpoints in ``OUT/checkpoints``, ascending.
-
-    Raises:
-        UsageError: When the folder cannot be read.
-    """
+    """Steps of all whole checkpoints in ``OUT/checkpoints``, ascending."""
     try:
         names = [path.name for path in directory.iterdir()] if directory.exists() else []
         whole = [name for name in names if (directory / name / STATE_FILE).exists()]
@@ -171,11 +167,7 @@ class RunConfig:
 
 
 def read_recipe(name: str) -> dict[str, Any]:
-    """The settings of a named recipe.
-
-    Raises:
-        UsageError: For an unknown name, with the nearest known one.
-    """
+    """The settings of a named recipe; an unknown name is a UsageError with the nearest known one."""
     known = sorted(path.stem for path in RECIPES.glob("*.toml"))
     if name not in known:
         hint = did_you_mean(name, known, f"known presets: {known}")
@@ -184,7 +176,7 @@ def read_recipe(name: str) -> dict[str, Any]:
 
 
 def compose_run(sources: Iterable[Mapping[str, Any]], overrides: Iterable[str] = ()) -> RunConfig:
-    """The config that recipes, flags and overrides make together; see :func:`layered`.
+    """The config that recipes, flags and overrides make together (:func:`layered`).
 
     Raises:
         UsageError: For unknown keys (naming the nearest known one), bad values, or no amount of training.
@@ -231,12 +223,7 @@ def student_class(name: str) -> type[Student]:
 
 
 def build_student(config: RunConfig, store: ShardStore, init_from: Path | None) -> Student:
-    """The student at step 0; initial weights depend on the run seed alone.
-
-    Args:
-        config: The run.
-        store: What it trains on.
-        init_from: A model to begin with; None begins with drawn weights.
+    """The student at step 0; initial weights depend on the run seed alone, or are those of ``init_from``.
 
     Raises:
         UsageError: When student, settings, store and first weights do not fit each other.
