@@ -20,10 +20,10 @@ import torch
 from transformers import AutoModel
 
 from tests.trainer.sample_cli_cases import WORDS, command, read, save, save_models, without_seconds
-from tests.trainer.sampling_cases import LENGTH, VOCAB, open_rows, tiny_student
+from tests.trainer.sampling_cases import LENGTH, VOCAB
 from trainer.sampling import command as run_module
 from trainer.sampling.command import SampleRun
-from trainer.sampling.noise import noise_of_rows, sampling_noise
+from trainer.sampling.noise import noise_of_rows
 from trainer.sampling.verifier import load_verifier
 
 
@@ -40,6 +40,13 @@ def sampled(*arguments: object, out: Path, file: str = "samples.jsonl") -> list[
 
 def settings_of(folder: Path) -> dict[str, Any]:
     return json.loads((folder / "settings.json").read_text())
+
+
+def edited(model: Path, **fields: Any) -> Path:
+    """The model, whose config says otherwise."""
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps({**config, **fields}))
+    return model
 
 
 def tokens_of(records: list[dict[str, Any]]) -> list[list[int]]:
@@ -79,9 +86,9 @@ def test_batch_size_changes_no_sample(model: str, models: Path, tmp_path: Path) 
 def test_batches_fit_what_kernels_can_index(models: Path, tmp_path: Path, monkeypatch: Any) -> None:
     limit, sizes, draw = 2 * LENGTH * (VOCAB + 1) + 1, [], SampleRun.draw
 
-    def watched(run: SampleRun, sampler: Any, indices: list[int]) -> Any:
-        sizes.append(len(indices))
-        return draw(run, sampler, indices)
+    def watched(run: SampleRun, sampler: Any, batch: list[int]) -> Any:
+        sizes.append(len(batch))
+        return draw(run, sampler, batch)
 
     monkeypatch.setattr(run_module, "largest_batch", lambda elements, device: limit // elements)
     monkeypatch.setattr(SampleRun, "draw", watched)
@@ -148,17 +155,6 @@ def test_a_finished_run_is_left_alone_and_can_grow(models: Path, tmp_path: Path)
     assert file.read_bytes().startswith(before) and file.read_bytes().count(b"\n") == 5
 
 
-def test_noise_is_found_again_from_seed_and_index(models: Path, tmp_path: Path) -> None:
-    """What evaluation relies on: argmax at NFE 1 is a function of the regenerated noise."""
-    arguments = ("--num", 4, "--nfe", 1, "--decision", "argmax", "--tau", 1.0, "--seed", 5)
-    records = sampled(models / "mdlm", *arguments, out=tmp_path)
-    student, noise = tiny_student("mdlm"), sampling_noise(5, torch.arange(4), LENGTH, VOCAB)
-    condition = student.embed_noise(noise).unflatten((4, LENGTH))
-    with torch.no_grad():
-        expected = student.predict(open_rows(student, 4), condition).argmax(-1)
-    assert tokens_of(records) == expected.tolist()
-
-
 def test_prompts(models: Path, tmp_path: Path) -> None:
     arguments = (models / "mdlm", "--nfe", 4)
     for record in sampled(*arguments, "--num", 3, "--prompt", "up up left", out=tmp_path / "a"):
@@ -175,9 +171,7 @@ def test_a_row_begins_with_the_models_bos_or_the_prompt_or_eos(
     bos: int | None, first: int, models: Path, tmp_path: Path
 ) -> None:
     """The first token is no text where nobody asked for it."""
-    model = shutil.copytree(models / "mdlm", tmp_path / "model")
-    config = json.loads((model / "config.json").read_text())
-    (model / "config.json").write_text(json.dumps({**config, "bos_token_id": bos}))
+    model = edited(shutil.copytree(models / "mdlm", tmp_path / "model"), bos_token_id=bos)
     (free,) = sampled(model, "--num", 1, out=tmp_path / "free")
     assert free["tokens"][0] == first and len(free["text"].split()) == LENGTH - 1
     (asked,) = sampled(model, "--num", 1, "--prompt", "up up left", out=tmp_path / "asked")
@@ -277,9 +271,7 @@ def test_what_decides_the_samples_is_another_run(
     arguments, out = ("--num", 2, "--out", tmp_path / "out"), tmp_path / "out"
     assert command(models / model, *arguments) == 0
     before = {name: (out / name).read_bytes() for name in ("samples.jsonl", "settings.json")}
-    other = shutil.copytree(models / model, tmp_path / "other")
-    config = json.loads((other / "config.json").read_text())
-    (other / "config.json").write_text(json.dumps({**config, **fields}))
+    other = edited(shutil.copytree(models / model, tmp_path / "other"), **fields)
     capsys.readouterr()
     assert command(other, *words, *arguments) == 2
     assert f"out: {named}" in capsys.readouterr().err

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
-from torch import Tensor
 
 from shards.atomic import sha256_file
 from shards.errors import GdistillError, IntegrityError, UsageError
@@ -105,43 +104,27 @@ def _remedy(folder: Path) -> str:
 
 
 def restore(trainee: Trainee, folder: Path, num_updates: int) -> None:
-    """Take over the tensors of a checkpoint; no process holds more than one whole tensor.
-
-    Raises:
-        IntegrityError: When a file does not hold this student's tensors.
-    """
+    """Take over the tensors of a checkpoint; no process holds more than one whole tensor."""
     student, optimizer, ema = trainee.student, trainee.optimizer, trainee.ema
-    weights, averages, moments = (_Tensors(folder / name) for name in FILES)
+    weights, averages, moments = (safe_open(folder / name, "pt") for name in FILES)
     with torch.no_grad():
         for values, saved in ((student.state_dict(), weights), (ema.shadows, averages)):
             for name, value in values.items():
-                value.copy_(scatter_like(saved(name), value))
+                value.copy_(scatter_like(saved.get_tensor(name), value))
     ema.num_updates = num_updates
+    known = set(moments.keys())
     names = {parameter: name for name, parameter in student.named_parameters()}
     document = optimizer.state_dict()
     for index, parameter in enumerate(p for g in optimizer.param_groups for p in g["params"]):
         name = names[parameter]
-        if f"{name}/step" not in moments.names:
+        if f"{name}/step" not in known:
             continue  # it has met no gradient yet
         # Scattering is collective: every process goes through the keys in the same order.
-        entry = {"step": moments(f"{name}/step").clone()}
+        entry = {"step": moments.get_tensor(f"{name}/step").clone()}
         for key in ("exp_avg", "exp_avg_sq"):
-            entry[key] = scatter_like(moments(f"{name}/{key}").clone(), parameter)
+            entry[key] = scatter_like(moments.get_tensor(f"{name}/{key}").clone(), parameter)
         document["state"][index] = entry
     optimizer.load_state_dict(document)
-
-
-class _Tensors:
-    """Tensors of one file of a checkpoint by name."""
-
-    def __init__(self, path: Path) -> None:
-        self._path, self._file = path, safe_open(path, "pt")
-        self.names = set(self._file.keys())
-
-    def __call__(self, name: str) -> Tensor:
-        if name not in self.names:
-            raise IntegrityError("a tensor is missing in the checkpoint", where=self._path, got=name)
-        return self._file.get_tensor(name)
 
 
 # What makes two runs the same run: the resolved config and the store, field by field.

@@ -101,12 +101,21 @@ def test_budget_is_spread_and_counted() -> None:
             assert (draw(student, make_sampler("block", **settings), ids).nfe == nfe).all()
 
 
-@pytest.mark.parametrize("use_cache", [True, False])
-def test_samples_end_at_eos(use_cache: bool) -> None:
-    student, ids = tiny_student("bd3lm", "none", block_size=3), torch.arange(60)
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [("block", {}), ("block", {"use_cache": False}), ("sequential", {}), ("ancestral", {"nfe": 6})],
+)
+def test_samples_end_at_eos(name: str, settings: dict[str, Any]) -> None:
+    kind = {"block": "bd3lm", "sequential": "ar"}.get(name, "mdlm")
+    student, ids = tiny_student(kind, "none", block_size=3 if name == "block" else None), torch.arange(60)
     eos, stop = student.config.eos_token_id, StopRule(at_eos=True)
-    free = draw(student, BlockSampler(use_cache=use_cache), ids)
-    stopped = draw(student, BlockSampler(use_cache=use_cache, stop=stop), ids)
+    free = draw(student, make_sampler(name, **settings), ids)
+    stopped = draw(student, make_sampler(name, **settings, stop={"at_eos": True}), ids)
+    if name == "ancestral":  # its tokens stay, the length says where a sample ends
+        assert torch.equal(stopped.tokens, free.tokens)
+        assert torch.equal(stopped.lengths, stop.ends(free.tokens, open_rows(student, 60) == student.mask_id, eos))
+        assert stopped.lengths.min() < LENGTH
+        return
     check.ended_at_eos(stopped, free, eos)
     assert 5 < (free.tokens[:, 1:] == eos).any(dim=1).sum() < 60
     assert stopped.nfe.sum() < free.nfe.sum()

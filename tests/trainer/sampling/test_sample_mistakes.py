@@ -210,3 +210,5 @@ def test_what_is_no_model_of_ours_is_named(tmp_path: Path, capsys) -> None:
     (tmp_path / "checkpoints" / "step-00000050").mkdir(parents=True)
     (tmp_path / "config.json").write_text('{"student": "mdlm"}')  # of the run, not of a model
     assert "unfinished training run" in refusal(capsys, tmp_path, "--out", tmp_path / "samples")
+    small = save(tmp_path / "small", vocab_size=8)  # of eleven words
+    assert "ids outside the student's vocabulary" in refusal(capsys, small, "--prompt", "e", "--out", tmp_path / "out")

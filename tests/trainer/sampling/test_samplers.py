@@ -15,7 +15,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from benchmarks.dense_noise import DenseNoise
 from benchmarks.sampler_statistics import Goldens, chi_square, run_case, run_tau
 from shards.errors import UsageError
 from shards.noise.philox import PositionKeys, race, uniforms
@@ -250,19 +249,6 @@ def test_budgets_and_their_limit() -> None:
     assert (draw(student, FixedCountSampler(nfe=3), ids).nfe == 3).all()
 
 
-def test_tau_scales_the_noise() -> None:
-    """tau xi at scale 1 is xi at scale tau: arrivals F^tau at tau = 1."""
-    student, ids = tiny_student(), torch.arange(20)
-    tokens, noise = open_rows(student, 20), noise_for(student, ids, 3)
-    assert noise is not None
-    powered = DenseNoise(noise.tile(0, 11).pow(0.85))
-    scaled, ours, other = (
-        AncestralSampler(nfe=4, **tau).sample(student, tokens, ids, seen, 3).tokens
-        for tau, seen in (({}, noise), ({"tau": 1.0}, powered), ({"tau": 1.0}, noise))
-    )
-    assert torch.equal(scaled, ours) and not torch.equal(other, ours)
-
-
 def test_a_time_conditioned_student_is_told_the_time() -> None:
     student = tiny_student(diffusion={"time_conditioning": True}, conditioning="none")
     result = draw(student, AncestralSampler(nfe=6), IDS)
@@ -333,19 +319,13 @@ def test_mismatches_are_refused(message: str, student: dict[str, Any], change: A
 
 
 def test_generate_fills_rows_and_keeps_what_is_given() -> None:
-    student = tiny_student()
+    """A short prompt is continued to the row as if its masks were given."""
+    student, prompt = tiny_student(), torch.tensor([[2, 5, 1], [2, 0, 7]])
     student.config.bos_token_id = 2
     rows = generate(student, num_samples=3, nfe=4, seed=5)
     assert rows.shape == (3, LENGTH) and (rows[:, 0] == 2).all() and (rows < 11).all()
     assert torch.equal(rows, generate(student, num_samples=3, nfe=4, seed=5))
     assert not torch.equal(rows, generate(student, num_samples=3, nfe=4, seed=6))
-    begun = rows.clone()
-    begun[:, 4:] = student.mask_id
-    assert torch.equal(generate(student, begun, nfe=2)[:, :4], rows[:, :4])
-
-
-def test_a_short_prompt_is_continued_to_the_row_as_if_its_masks_were_given() -> None:
-    student, prompt = tiny_student(), torch.tensor([[2, 5, 1], [2, 0, 7]])
     rows = generate(student, input_ids=prompt, attention_mask=torch.ones_like(prompt), nfe=2)
     masked = open_rows(student, 2)
     masked[:, :3] = prompt

@@ -195,12 +195,8 @@ def test_drafts_are_kept_while_they_equal_the_targets_draw(engine: SimpleNamespa
     assert found[2].tolist() == [best[4], six, -1]
     metadata.generators = {}
     assert engine.rejection.rejection_sample(**asked, target_logits=logits[:3]) is STOCK
-
-
-def test_values_of_requests_become_values_of_their_drafts(engine: SimpleNamespace) -> None:
-    values, cumulative = torch.tensor([0.5, 0.0, 2.0]), torch.tensor([2, 3, 6])
-    found = engine.rejection.expand_batch_to_tokens(values, cumulative, 6, 0.0, 1.0)
-    assert found.tolist() == [0.5, 0.5, 1.0, 2.0, 2.0, 2.0]
+    values = torch.tensor([0.5, 0.0, 2.0]), torch.tensor([2, 3, 6])  # of requests, for each of their drafts
+    assert engine.rejection.expand_batch_to_tokens(*values, 6, 0.0, 1.0).tolist() == [0.5, 0.5, 1.0, 2.0, 2.0, 2.0]
 
 
 def test_no_failure_of_a_drafter_reaches_a_request(engine: SimpleNamespace) -> None:
@@ -229,12 +225,8 @@ def test_a_second_registration_and_another_version(engine: SimpleNamespace, monk
     plugin.register()
     (line,) = engine.said
     assert line.split("; ")[1] == "this is 0.99.0: certify what it serves"
-
-
-def test_seeds_are_the_requests_own() -> None:
-    assert plugin.seed_of("a", 0) == 0
     drawn = {plugin.seed_of(name, None) for name in "abc"}
-    assert len(drawn) == 3 and all(0 <= seed < 1 << 63 for seed in drawn)
+    assert plugin.seed_of("a", 0) == 0 and len(drawn) == 3 and all(0 <= seed < 1 << 63 for seed in drawn)
     assert importlib.reload(plugin).seed_of("a", None) in drawn, "alike in every process"
 
 
@@ -265,15 +257,6 @@ def test_kept_are_the_drafts_before_the_first_that_differs_and_one_more(
         assert row == expected + [NOTHING] * (len(row) - len(expected))
 
 
-def test_greedy_rows_take_no_noise() -> None:
-    logits = torch.randn(40, 9, generator=torch.Generator().manual_seed(0))
-    seeds, places = torch.arange(40), torch.arange(40)
-    found = draw(logits, seeds, places, is_greedy=torch.arange(40) % 2 == 0)
-    assert torch.equal(found[::2], logits[::2].argmax(dim=-1))
-    assert not torch.equal(found[1::2], logits[1::2].argmax(dim=-1))
-    assert torch.equal(found[1::2], draw(logits[1::2], seeds[1::2], places[1::2]))
-
-
 def test_draws_follow_the_law() -> None:
     logits = torch.tensor([2.0, 1.0, 0.0, -1.0]).expand(20_000, 4)
     found = draw(logits, torch.arange(20_000), torch.full((20_000,), 5))
@@ -281,6 +264,10 @@ def test_draws_follow_the_law() -> None:
     expected = logits[0].softmax(dim=-1)
     deviation = (expected * (1 - expected) / 20_000).sqrt()
     assert bool(((share - expected).abs() < 4.5 * deviation).all())
+    rows = torch.arange(40)
+    greedy = draw(logits[:40].clone(), rows, rows, is_greedy=rows % 2 == 0)
+    assert not greedy[::2].any() and torch.equal(greedy[1::2], draw(logits[1:40:2].clone(), rows[1::2], rows[1::2]))
+    assert greedy.any(), "the others take noise"
 
 
 # Requests without a seed get one, and answers say it.
@@ -330,44 +317,26 @@ def call(
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
-def test_a_missing_seed_is_drawn_and_returned(path: str) -> None:
+def test_a_missing_seed_is_drawn_and_returned(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And the noise is named where it is drawn; a given seed is kept."""
     asked, headers, answer = call(b'{"prompt": "a"}', path=path)
-    seed = json.loads(asked)["seed"]
-    assert json.loads(asked)["prompt"] == "a"
-    assert json.loads(answer)["seed"] == seed == int(headers[b"x-seed"])
-    assert 0 <= seed < 2**53, "every language reads it as it is"
-    assert json.loads(answer)["choices"] == [{"text": "x"}]
+    request, said = json.loads(asked), json.loads(answer)
+    assert said == {"choices": [{"text": "x"}], "seed": request["seed"]} and request["prompt"] == "a"
+    assert 0 <= int(headers[b"x-seed"]) == request["seed"] < 2**53, "every language reads it as it is"
     assert headers[b"content-length"] == str(len(answer)).encode()
-    assert json.loads(call(b'{"prompt": "a"}')[0])["seed"] != seed
-
-
-def test_a_given_seed_is_kept() -> None:
+    assert json.loads(call(b'{"prompt": "a"}')[0])["seed"] != request["seed"]
+    monkeypatch.setattr(plugin, "is_registered", True)
     asked, _, answer = call(b'{"prompt": "a", "seed": 7}')
     assert json.loads(asked)["seed"] == json.loads(answer)["seed"] == 7
+    assert json.loads(answer)["noise"] == "murmur3"
 
 
-def test_noise_is_told_only_where_it_is_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert "noise" not in json.loads(call(b"{}")[2])
-    monkeypatch.setattr(plugin, "is_registered", True)
-    assert json.loads(call(b"{}")[2])["noise"] == "murmur3"
-
-
-def test_a_stream_passes_as_it_comes_and_says_its_seed_in_a_header() -> None:
+def test_what_is_no_finished_answer_passes_as_it_comes() -> None:
+    """A stream, which says its seed in a header, an error, no request, and another path."""
     parts = (b"data: {}\n\n", b"data: [DONE]\n\n")
     _, headers, answer = call(b"{}", kind=b"text/event-stream", parts=parts)
-    assert answer == b"".join(parts)
-    assert int(headers[b"x-seed"]) >= 0
-
-
-def test_an_error_is_the_engines_own() -> None:
+    assert answer == b"".join(parts) and int(headers[b"x-seed"]) >= 0
     assert call(b"{}", parts=(b'{"error": "too long"}',), status=400)[2] == b'{"error": "too long"}'
-
-
-@pytest.mark.parametrize("body", [b"not JSON", b"[1, 2]"])
-def test_what_is_no_request_is_left_to_the_engine(body: bytes) -> None:
-    assert call(body)[0] == body
-
-
-def test_other_paths_are_left_alone() -> None:
-    asked, headers, _ = call(b'{"prompt": "a"}', path="/v1/embeddings")
-    assert asked == b'{"prompt": "a"}' and b"x-seed" not in headers
+    for body, path in ((b"not JSON", "/v1/completions"), (b"[1, 2]", "/v1/completions"), (b"{}", "/v1/embeddings")):
+        asked, headers, _ = call(body, path=path)
+        assert asked == body and b"x-seed" not in headers

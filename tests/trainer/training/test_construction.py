@@ -48,6 +48,7 @@ OTHERS = (
         ({"model__kd__kind": "tokens"}, "token"),
         ({"model__kd__weight": 0.5}, "kd.kind=none"),
         ({"model__kd__temperature": 2, **SEQUENCE}, "kd.kind=sequence"),
+        (SEQUENCE, "needs rows of the teacher.*a store of parallel extraction"),
         ({"model__kd__weight": 0, **TOKEN}, "kd.weight"),
         ({"model__kd__weight": 1.5, **TOKEN}, "kd.weight"),
         ({"model__kd__temperature": 0, **TOKEN}, "kd.temperature"),

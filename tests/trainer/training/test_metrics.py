@@ -29,6 +29,7 @@ from trainer.training.status import run_status, status_text
 
 
 def test_lines_behind_the_checkpoint_and_a_torn_one_are_dropped(tmp_path: Path) -> None:
+    """A line that is none of metrics is named."""
     path = tmp_path / "metrics.jsonl"
     lines = [json.dumps({"kind": "train", "step": step}) for step in (1, 4, 6)]
     path.write_text("\n".join(lines) + '\n{"kind": "trai')
@@ -38,10 +39,6 @@ def test_lines_behind_the_checkpoint_and_a_torn_one_are_dropped(tmp_path: Path) 
     kept = [json.loads(line) for line in path.read_text().splitlines()]
     assert [line["step"] for line in kept] == [1, 4, 5]
     assert kept[-1] == {"kind": "validation", "step": 5, "num_steps": 9, "nll_nats": 1.5}
-
-
-def test_what_is_no_line_of_metrics_is_named(tmp_path: Path) -> None:
-    path = tmp_path / "metrics.jsonl"
     for line in ("{", "[]", "3", '{"kind": "train"}', '{"step": "many"}'):
         path.write_text(f'{{"step": 1}}\n{line}\n{{"step": 2}}\n')
         with pytest.raises(IntegrityError, match=r"metrics.jsonl:2"):
@@ -124,7 +121,7 @@ def test_a_run_at_work(tmp_path: Path) -> None:
     ]
 
 
-def test_a_run_that_died_and_one_before_its_first_line(tmp_path: Path, monkeypatch: Any) -> None:
+def test_a_run_that_died_one_before_its_first_line_and_none(tmp_path: Path, monkeypatch: Any) -> None:
     died = status_text(run_folder(tmp_path / "out{}", train_line(250, 320.0)), now=8600.0)
     line = "process      none; last line 1:00:00 ago; the same command goes on from the beginning"
     assert died.splitlines()[-1] == line and "out{}" in died
@@ -133,6 +130,14 @@ def test_a_run_that_died_and_one_before_its_first_line(tmp_path: Path, monkeypat
     assert "step         none yet" in status_text(begun)
     monkeypatch.setattr("trainer.training.status.is_held", lambda _: None)
     assert "process      unknown: this file system has no locks" in status_text(begun)
+    for content in (None, "{", "[]", '{"student": "mdlm"}'):
+        if content is not None:
+            (tmp_path / "config.json").write_text(content)
+        with pytest.raises(UsageError, match="no training run there"):
+            status_text(tmp_path)
+    (tmp_path / "checkpoints").touch()
+    with pytest.raises(UsageError, match="cannot read there"):
+        checkpoint_steps(tmp_path / "checkpoints")
 
 
 def test_both_parts_are_seen(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -153,22 +158,10 @@ def test_a_real_run_and_a_longer_one_after_it(tmp_path: Path, finished: Path) ->
     assert status["is_finished"] and status["is_running"] is False
     steps = ("step", "num_steps", "checkpoint_step", "validation_step")
     assert [status[name] for name in steps] == [10] * 4
-    per_step = status["tokens_per_second"] / status["steps_per_second"]
-    assert per_step == pytest.approx(8 * LENGTH)
+    assert status["tokens_per_second"] / status["steps_per_second"] == pytest.approx(8 * LENGTH)
     lines = (out / "metrics.jsonl").read_text().replace('"num_steps": 10', '"num_steps": 20')
     (out / "metrics.jsonl").write_text(lines)
     assert not run_status(out)["is_finished"], "the model there is that of the shorter run"
-
-
-def test_what_is_no_run_is_one_line(tmp_path: Path) -> None:
-    for content in (None, "{", "[]", '{"student": "mdlm"}'):
-        if content is not None:
-            (tmp_path / "config.json").write_text(content)
-        with pytest.raises(UsageError, match="no training run there"):
-            status_text(tmp_path)
-    (tmp_path / "checkpoints").touch()
-    with pytest.raises(UsageError, match="cannot read there"):
-        checkpoint_steps(tmp_path / "checkpoints")
 
 
 # Weights & Biases: refused where it is not installed, and one run there for one run here.

@@ -230,30 +230,6 @@ def test_a_write_that_dies_leaves_nothing_that_looks_finished(
     assert read_state(folder.path(2)).step == 2
 
 
-def test_the_folder_is_renamed_when_every_file_in_it_is_synced(
-    folder: CheckpointFolder, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A power cut after the rename must find the bytes that state.json vouches for."""
-    synced: set[int] = set()
-    fsync, replace = os.fsync, os.replace
-
-    def recorded(descriptor: int) -> None:
-        synced.add(os.fstat(descriptor).st_ino)
-        fsync(descriptor)
-
-    def checked(source: Any, target: Any) -> None:
-        if Path(target).name.startswith("step-"):
-            assert not [p.name for p in Path(source).iterdir() if p.stat().st_ino not in synced]
-            synced.clear()
-        replace(source, target)
-
-    monkeypatch.setattr(os, "fsync", recorded)
-    monkeypatch.setattr(os, "replace", checked)
-    save(folder, make_trainee(2), 2)
-    assert folder.steps() == [1, 2]
-    assert folder.directory.stat().st_ino in synced, "the rename itself must be synced"
-
-
 def test_a_full_disk_is_one_line_and_leaves_room(folder: CheckpointFolder) -> None:
     """A limit on the size of files fails writes as a full disk does, safetensors' among them."""
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
