@@ -90,7 +90,6 @@ def sample(
         command.SampleRun(
             loaded=loaded,
             samplers=samplers,
-            counted=counted,
             rows=rows,
             skips_first=is_unconditional or loaded.student.config.bos_token_id is not None,
             seed=seed,

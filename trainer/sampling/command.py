@@ -85,8 +85,8 @@ def sampler_variants(
     overrides: Sequence[str],
     sweep: str | None,
     budgets: Sequence[Mapping[str, int]],
-) -> Iterator[tuple[str, tuple[Sampler, ...]]]:
-    """(folder below ``--out``, a sampler for each of its files) for each value of the sweep.
+) -> Iterator[tuple[str, dict[str, Sampler]]]:
+    """(folder below ``--out``, a sampler by the name of its file) for each value of the sweep.
 
     Args:
         student: Has a sampler that suits it, where ``name`` is None.
@@ -114,8 +114,12 @@ def sampler_variants(
             raise UsageError("named beside the sweep", where=f"--sweep {key}", got={**settings, **budgets[0]})
         variants = {text: nested(*parse_override(text)) for text in (f"{key.strip()}={value}" for value in values)}
     for folder, change in variants.items():
-        samplers = (make_sampler(name, **merge(settings, {**change, **budget})) for budget in budgets)
-        yield folder, tuple(sampler.settled(student) for sampler in samplers)
+        samplers = {}
+        for budget in budgets:
+            words = (f"-{key.replace('_', '-')}{count}" for key, count in budget.items() if len(budgets) > 1)
+            sampler = make_sampler(name, **merge(settings, {**change, **budget}))
+            samplers[f"samples{''.join(words)}.jsonl"] = sampler.settled(student)
+        yield folder, samplers
 
 
 class SampleFile:
@@ -167,8 +171,7 @@ class SampleRun:
 
     Attributes:
         loaded: The student.
-        samplers: One sampler per file.
-        counted: The setting that differs from file to file.
+        samplers: By the name of the file that it fills.
         rows: From :func:`rows_to_fill`.
         skips_first: Whether the first token is no text, but the bos that begins a row.
         seed: Names all randomness, with the sample index.
@@ -179,8 +182,7 @@ class SampleRun:
     """
 
     loaded: ModelFolder
-    samplers: tuple[Sampler, ...]
-    counted: str
+    samplers: Mapping[str, Sampler]
     rows: tuple[tuple[int, ...], ...]
     skips_first: bool
     seed: int
@@ -192,7 +194,7 @@ class SampleRun:
     def check(self) -> None:
         """Refuse (UsageError) a row that one of the samplers cannot fill, or another tokenizer's verifier."""
         student = self.loaded.student
-        for sampler in self.samplers:
+        for sampler in self.samplers.values():
             for index in range(min(self.num_samples, len(self.rows))):
                 try:
                     sampler.check(student, torch.tensor([self.rows[index]], device=student.device))
@@ -202,23 +204,23 @@ class SampleRun:
                     # Name the row that makes the mistake, where those before it do not.
                     where = f"row {index} (the first is 0): {error.where}"
                     raise UsageError(**{**vars(error), "where": where}) from error
-        self.samplers[0].check_tokenizer(self.loaded.tokenizer)
+        self.first.check_tokenizer(self.loaded.tokenizer)
+
+    @property
+    def first(self) -> Sampler:
+        """The sampler of the first file; the others differ in their budget alone."""
+        return next(iter(self.samplers.values()))
 
     @property
     def files(self) -> list[SampleFile]:
         """One per sampler."""
-        if len(self.samplers) == 1:
-            return [SampleFile(self.out / "samples.jsonl")]
-        word = self.counted.replace("_", "-")
-        counts = (getattr(sampler, self.counted) for sampler in self.samplers)
-        return [SampleFile(self.out / f"samples-{word}{count}.jsonl") for count in counts]
+        return [SampleFile(self.out / name) for name in self.samplers]
 
     def identity(self) -> dict[str, Any]:
         """What decides the samples, as JSON; two runs of one identity give the same samples."""
-        student, first = self.loaded.student, self.samplers[0]
-        config, sampler = student.config, described(first)
-        if len(self.samplers) > 1:
-            sampler.pop(self.counted)  # each file of a curve has its own
+        student, config = self.loaded.student, self.loaded.student.config
+        own, *others = map(described, self.samplers.values())
+        shared = {name: value for name, value in own.items() if all(other[name] == value for other in others)}
         rows = hashlib.sha256(canonical_json([list(row) for row in self.rows])).hexdigest()
         return {
             **({} if config.frozen is None else {"backbone": config.frozen}),
@@ -229,8 +231,8 @@ class SampleRun:
             "bos_id": config.bos_token_id,
             "eos_id": config.eos_token_id,
             "codec": config.codec,
-            "verifier_sha256": first.verifier_sha256(student),
-            "sampler": sampler,
+            "verifier_sha256": self.first.verifier_sha256(student),
+            "sampler": shared,
             "seed": self.seed,
             "given_rows_sha256": rows,
             "precision": self.precision,
@@ -241,7 +243,6 @@ class SampleRun:
         """Content of ``settings.json``."""
         identity = self.identity()
         shared = ("student", "student_config", "bos_id", "eos_id", "seed", "precision")
-        named = zip(self.files, self.samplers, strict=True)
         return {
             "identity": identity,
             "config_sha256": hashlib.sha256(canonical_json(identity)).hexdigest(),
@@ -251,7 +252,7 @@ class SampleRun:
             "mask_id": self.loaded.student.mask_id,
             "row_length": len(self.rows[0]),
             "store": dict(self.loaded.store),
-            "files": {file.path.name: described(sampler) for file, sampler in named},
+            "files": {name: described(sampler) for name, sampler in self.samplers.items()},
             "num_samples": self.num_samples,
             "products": products,
             "code_version": code_version(),
@@ -284,7 +285,7 @@ class SampleRun:
         left = sum(len(self._filled(index)) for indices in missing for index in indices)
         total = len(files) * sum(len(self._filled(index)) for index in range(self.num_samples))
         with progress_bar("sample", total, done=total - left) as bar:
-            for sampler, file, indices in zip(self.samplers, files, missing, strict=True):
+            for sampler, file, indices in zip(self.samplers.values(), files, missing, strict=True):
                 self._fill(sampler, file, indices, settings["config_sha256"], bar)
                 file.finish()
         return [file.path for file in files]
@@ -366,7 +367,7 @@ def choose_products(run: SampleRun) -> str:
 
     Lossless decoding compares two passes, which TF32 would part.
     """
-    if run.precision != "fp32" or run.samplers[0].verifier_sha256(run.loaded.student) is not None:
+    if run.precision != "fp32" or run.first.verifier_sha256(run.loaded.student) is not None:
         return "float32"
     products = allow_tf32(run.loaded.student.device)
     if products == "TF32":
