@@ -28,21 +28,21 @@ from shards.console import without_library_bars
 from shards.errors import GdistillError, UsageError, first_line
 from shards.language_model.loading import find_tokenizer
 from shards.settings import from_mapping
+from trainer.initial_weights import misfit
 from trainer.students.base import before_float32
 from trainer.students.registry import STUDENTS, Student, StudentSettings
 
 
 class Inert:
-    """Stands for an object of a class that is not loaded, and for the class."""
+    """Stands for an object of a class that is not loaded, and for the class; it keeps its state."""
 
     state: Any = None
 
     def __new__(cls, *arguments: Any) -> Inert:
-        """Whatever the object would have been made of is dropped."""
         return super().__new__(cls)
 
     def __init__(self, *arguments: Any) -> None:
-        """See ``__new__``."""
+        """Whatever the object would have been made of is dropped."""
 
     def __setstate__(self, state: Any) -> None:
         self.state = state
@@ -69,21 +69,18 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
         with zipfile.ZipFile(path) as archive:
             total = sum(record.file_size for record in archive.infolist())
         # torch.save compresses nothing: an archive that unpacks to more than its size is a bomb.
-        is_plain, loaded = total <= path.stat().st_size, None
-        if is_plain:
-            names = get_unsafe_globals_in_checkpoint(path)
-            stands = [(_as_dict if n == "collections.defaultdict" else Inert, n) for n in names]
-            with safe_globals(stands):  # type: ignore[arg-type]
-                loaded = torch.load(path, map_location="cpu", weights_only=True)
+        if total > path.stat().st_size:
+            raise ValueError(f"{total:,} B unpacked; torch.save stores records uncompressed")
+        names = get_unsafe_globals_in_checkpoint(path)
+        stands = [(_as_dict if n == "collections.defaultdict" else Inert, n) for n in names]
+        with safe_globals(stands):  # type: ignore[arg-type]
+            loaded = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # a damaged pickle may raise anything at all
         reason = first_line(error)
         raise GdistillError("cannot read the checkpoint", where=path, got=reason) from error
-    if isinstance(loaded, dict):
-        return loaded
-    got, expected = type(loaded).__name__, "a dict"
-    if not is_plain:
-        got, expected = f"{total:,} B", "records as torch.save stores them, uncompressed"
-    raise GdistillError("not a checkpoint", where=path, got=got, expected=expected)
+    if not isinstance(loaded, dict):
+        raise GdistillError("not a checkpoint", where=path, got=type(loaded).__name__, expected="a dict")
+    return loaded
 
 
 def plain_config(value: Any) -> Any:
@@ -134,9 +131,10 @@ def our_parameters(reference: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
     Only the noise projection changes shape: theirs is (D, V), ours (V, D).
     """
-    ours = {f"{PREFIX}{name}": value for name, value in reference.items() if name != ROTARY}
-    noise = ours.pop(f"{PREFIX}{NOISE_WEIGHT}", None)
-    return ours if noise is None else {**ours, "conditioner.weight": noise.T.contiguous()}
+    ours = {f"{PREFIX}{name}": value for name, value in reference.items() if name not in (ROTARY, NOISE_WEIGHT)}
+    if NOISE_WEIGHT in reference:
+        ours["conditioner.weight"] = reference[NOISE_WEIGHT].T.contiguous()
+    return ours
 
 
 def backbone_of(state: Mapping[Any, Any]) -> tuple[dict[str, Tensor], list[str]]:
@@ -221,29 +219,28 @@ Value = TypeVar("Value", bool, int, float, str)
 def setting(config: Mapping[str, Any], path: str, default: Value) -> Value:
     """A value of the checkpoint's config, of the default's type; the default where it is absent.
 
+    ``${other.path}`` is followed.
+
     Raises:
         GdistillError: For a value of another type.
     """
-    value, kind = _lookup(config, path), type(default)
-    if value is None:
+    value, kind, where, reference = None, type(default), path, None
+    for _ in range(MAX_REFERENCES):
+        value = config
+        for key in where.split("."):
+            value = value.get(key) if isinstance(value, Mapping) else None
+        reference = REFERENCE.fullmatch(value) if isinstance(value, str) else None
+        if reference is None:
+            break
+        where = reference[1]
+    if value is None or reference is not None:
         return default
     if kind is float and type(value) is int:
         return float(value)  # type: ignore[return-value]
     if type(value) is not kind:
-        where, got = f"config: {path}", f"{value!r:.80}"
-        raise GdistillError("not a setting", where=where, got=got, expected=kind.__name__)
+        place, got = f"config: {path}", f"{value!r:.80}"
+        raise GdistillError("not a setting", where=place, got=got, expected=kind.__name__)
     return value  # type: ignore[return-value]
-
-
-def _lookup(config: Mapping[str, Any], path: str, depth: int = 0) -> Any:
-    """The value at a dotted path, ``${other.path}`` followed; None where there is none."""
-    value: Any = config
-    for key in path.split("."):
-        value = value.get(key) if isinstance(value, Mapping) else None
-    reference = REFERENCE.fullmatch(value) if isinstance(value, str) else None
-    if reference is None:
-        return value
-    return _lookup(config, reference[1], depth + 1) if depth < MAX_REFERENCES else None
 
 
 def student_from(
@@ -332,16 +329,9 @@ def _require_memory(parameters: Mapping[str, Tensor]) -> None:
 
 def _load_exactly(student: Student, parameters: Mapping[str, Tensor], unexpected: list[str]) -> None:
     own = dict(student.named_parameters())
-    missing = sorted(own.keys() - parameters.keys())
-    unexpected = unexpected + sorted(parameters.keys() - own.keys())
-    shapes = [
-        f"{name} {tuple(parameters[name].shape)} for {tuple(own[name].shape)}"
-        for name in sorted(own.keys() & parameters.keys())
-        if own[name].shape != parameters[name].shape
-    ]
-    if missing or unexpected or shapes:
-        got = f"missing {missing}, unexpected {unexpected}, other shapes {shapes}"
-        raise GdistillError("the checkpoint does not fit", where=type(student).__name__, got=got)
+    wrong = misfit({**dict.fromkeys(unexpected, torch.empty(0)), **parameters}, own)
+    if wrong:
+        raise GdistillError("the checkpoint does not fit", where=type(student).__name__, got=wrong)
     with torch.no_grad():
         for name, parameter in own.items():
             parameter.copy_(parameters[name])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import tempfile
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -63,11 +64,6 @@ def find_source(place: str | Path) -> Source:
     if str(_read_config(folder).get("model_type")).startswith(OWN_TYPES):
         return Source(folder)
     return Source(folder, find_pretrained(folder, role="source"))
-
-
-def is_language_model(place: str | Path) -> bool:
-    """Whether that is a language model of transformers; see :func:`find_source`."""
-    return find_source(place).language_model is not None
 
 
 def network_settings(place: str | Path | None, kind: type[Student], run_folder: Path | None = None) -> dict[str, Any]:
@@ -187,19 +183,24 @@ def load_student_weights(student: Student, directory: Path, manifest: Manifest) 
             raise UsageError(what, where=place, got=got, expected="add", remedy=remedy)
         added = silence_noise(student)
         wanted = {n: w for n, w in wanted.items() if n not in added}
-    both = sorted(weights.keys() & wanted.keys())
-    shapes = {n: (tuple(weights[n].shape), tuple(wanted[n].shape)) for n in both}
-    parts = {
-        "missing": sorted(wanted.keys() - weights.keys()),
-        "unexpected": sorted(weights.keys() - wanted.keys()),
-        "of another shape": [f"{n} {g}, expected {e}" for n, (g, e) in shapes.items() if g != e],
-    }
-    wrong = "; ".join(f"{kind}: {', '.join(names[:3])}" for kind, names in parts.items() if names)
+    wrong = misfit(weights, wanted)
     if wrong:
         remedy = "use the architecture and conditioning that the model was trained with"
         what = "the weights do not fit the student"
         raise UsageError(what, where="--init-from", got=wrong, remedy=remedy)
     student.load_state_dict(weights, strict=False)
+
+
+def misfit(given: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> str:
+    """Which weights are missing, left over or of another shape, the first of each; empty where all fit."""
+    both = sorted(given.keys() & wanted.keys())
+    shapes = {n: (tuple(given[n].shape), tuple(wanted[n].shape)) for n in both}
+    parts = {
+        "missing": sorted(wanted.keys() - given.keys()),
+        "unexpected": sorted(given.keys() - wanted.keys()),
+        "of another shape": [f"{n} {got}, expected {own}" for n, (got, own) in shapes.items() if got != own],
+    }
+    return "; ".join(f"{kind}: {', '.join(names[:3])}" for kind, names in parts.items() if names)
 
 
 def silence_noise(student: Student) -> set[str]:

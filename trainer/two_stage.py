@@ -16,7 +16,7 @@ from shards.console import is_first_process, stderr
 from shards.errors import UsageError, did_you_mean
 from shards.settings import flatten, merge, read_toml
 from shards.store.store import ShardStore
-from trainer.initial_weights import is_language_model
+from trainer.initial_weights import find_source
 from trainer.students.configuration import unread_settings
 from trainer.students.registry import STUDENTS
 from trainer.training.loop import train
@@ -115,7 +115,7 @@ def train_two_stage(parts: Parts, store: str | Path, out: Path, init_from: Path 
         UsageError: Also, before the first part, for a store that the second cannot train on.
     """
     build_student(parts.noise, ShardStore.find(store), None)  # what it cannot be is said at once
-    if init_from is not None and not (out / PLAIN).exists() and not is_language_model(init_from):
+    if init_from is not None and not (out / PLAIN).exists() and find_source(init_from).language_model is None:
         return train(parts.noise, store, out, init_from=init_from)
     for number, (config, folder) in enumerate(((parts.plain, out / PLAIN), (parts.noise, out)), 1):
         if is_first_process():
