@@ -1,6 +1,6 @@
 """Corruption and objective of masked diffusion: times, masks, loss weights, SUBS.
 
-Everything is a pure function of given uniforms; where they come from is at the end of the file.
+Everything is a pure function of given uniforms, which ``row_uniforms`` draws.
 Symbols: t time in (0, 1], p masking probability, L row length, nb blocks per row.
 """
 

@@ -42,10 +42,7 @@ class StudentConfig(PretrainedConfig):
     and embedding and output layer have ``vocab_size + 1`` rows.
 
     Attributes:
-        vocab_size: Teacher vocabulary V.
         row_length: Tokens per row L.
-        bos_token_id: First token of a sample; None when rows do not begin with one.
-        eos_token_id: End of a document; None when the tokenizer has none.
         codec: ``{"name": ..., "parameters": {...}}`` of the store whose noise the student has
             learnt to read; None for the untruncated prior.
         frozen: Name, hash and sizes of the backbone that the student stands on, if it does.
@@ -209,11 +206,7 @@ class Student(PreTrainedModel, ABC):
         return cls(cls.configure(settings, manifest))
 
     def complete(self, directory: Path, backbone: str | None = None) -> None:
-        """Bring in what a model folder only names: the frozen language model, if it stands on one.
-
-        Args:
-            directory: The folder.
-            backbone: Where the language model is, if not where the config says.
+        """Bring in what a model folder only names: the frozen language model, here or at ``backbone``.
 
         Raises:
             UsageError: If it cannot be had, is another one, or the student stands on none.

@@ -64,13 +64,7 @@ class EmbeddedNoise:
 
 @dataclass(frozen=True)
 class LayerNoise:
-    """What later layers read of the noise: scores and ids of :class:`EmbeddedNoise`, [n, K].
-
-    Attributes:
-        places: Where in the batch the n positions are.
-        scores: See there.
-        ids: See there.
-    """
+    """What later layers read of the noise at n places: scores and ids of :class:`EmbeddedNoise`, [n, K]."""
 
     places: Places
     scores: Float[Tensor, "n k"]

@@ -172,19 +172,18 @@ class StudentSettings:
 
     def __post_init__(self) -> None:
         check_bounds(self, "model")
-        decoder, noise = self.language_model is not None, self.noise
-        inside = all(1 <= depth <= self.num_layers for depth in noise.layers)
+        decoder, noise, width = self.language_model is not None, self.noise, self.hidden_size
         kind = (self.conditioning, noise.transform)
-        readable = not noise.layers or kind == ("gumbel", "gumbel")
-        timed = self.diffusion.time_conditioning and decoder
-        heads = decoder or self.hidden_size % (2 * self.num_heads) == 0
-        require(heads, "hidden_size", self.hidden_size, f"a multiple of {2 * self.num_heads}")
-        wide = self.attention != "flex" or self.hidden_size >= 16 * self.num_heads
+        heads = decoder or width % (2 * self.num_heads) == 0
+        require(heads, "hidden_size", width, f"a multiple of {2 * self.num_heads}")
+        wide = self.attention != "flex" or width >= 16 * self.num_heads
         require(wide, "attention", self.attention, "sdpa for heads narrower than 16")
-        narrow = (noise.rank or 1) <= self.hidden_size
-        require(narrow, "noise.rank", noise.rank, f"at most hidden_size = {self.hidden_size}")
+        require((noise.rank or 1) <= width, "noise.rank", noise.rank, f"at most hidden_size = {width}")
+        inside = all(1 <= depth <= self.num_layers for depth in noise.layers)
         require(inside, "noise.layers", noise.layers, f"depths in 1..{self.num_layers}")
+        readable = not noise.layers or kind == ("gumbel", "gumbel")
         require(readable, "noise.layers", kind, "Gumbel noise as conditioning")
+        timed = self.diffusion.time_conditioning and decoder
         require(not timed, "diffusion.time_conditioning", True, "false: a decoder knows no time")
         require(not self.predicts_next or decoder, "predicts_next", True, "false for a DiT")
         added = self.conditioning == "none" or noise.injection == "add" or not self.predicts_next
@@ -194,9 +193,8 @@ class StudentSettings:
 def unread_settings(reads: tuple[str, ...]) -> set[str]:
     """Dotted names of the settings that a student does not read, and refuses.
 
-    Args:
-        reads: What it reads: groups (``noise``) and single settings (``noise.transform``). Every
-            student reads its widths and ``conditioning``.
+    ``reads`` are groups (``noise``) and single settings (``noise.transform``) that it reads beside
+    its widths and ``conditioning``.
     """
     single = {"block_size", "language_model", "predicts_next"}
     names = {name for name in flatten(to_mapping(StudentSettings())) if "." in name}

@@ -53,12 +53,8 @@ def export_model(
 ) -> None:
     """Write the model so that ``directory`` is either the old one, absent, or whole.
 
-    Args:
-        directory: Where the model goes.
-        student: Gives class and config; its weights are not looked at.
-        weights: State dict to write, whole tensors.
-        record: Content of ``student.json``, where absolute paths become names.
-        store: Gives tokenizer and corpus files.
+    ``student`` gives class and config, ``weights`` the whole tensors, ``store`` the files of the
+    tokenizer and the corpus. ``record`` goes to ``student.json``; absolute paths in it become names.
     """
     record = without_places(record)
     temporary = directory.with_name(f".writing-{directory.name}")
@@ -88,12 +84,7 @@ def without_places(value: Any) -> Any:
 
 
 def model_card(record: Mapping[str, Any], student: Student) -> str:
-    """What the student is, what it was trained on, how well, how to use it: Markdown for the hub.
-
-    Args:
-        record: Content of ``student.json``.
-        student: The model.
-    """
+    """What the student is, what it was trained on (``student.json``), how well, how to use it: Markdown."""
     run, store = record["run"]["config"], record["run"]["store"]
     name, teacher = str(run["student"]), str(store["teacher"].get("id", ""))
     scheme, _, rest = str(store["tokens"].get("corpus", "")).partition(":")
@@ -164,12 +155,9 @@ def weights_sha256(directory: Path) -> str:
 
 
 def open_model(path: Path, device: torch.device | str = "cpu", backbone: str | None = None) -> ModelFolder:
-    """Read a student in Hugging Face layout, with its tokenizer and its record.
+    """Read a student, from a model folder or a finished run's, with its tokenizer and its record.
 
-    Args:
-        path: A model folder, or the ``--out`` folder of a finished run.
-        device: Where the student goes.
-        backbone: Where the language model is that the student stands on, if not where it says.
+    ``backbone`` says where the language model is that it stands on, if not where its config says.
 
     Raises:
         UsageError: When the folder holds no student of ours, or a broken one, or its backbone is

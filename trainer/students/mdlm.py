@@ -163,11 +163,7 @@ class MDLM(Student):
         return -1 if self.settings.predicts_next else 0
 
     def inject(self, embeddings: States, places: Places, noise: EmbeddedNoise) -> tuple[States, LayerNoise | None]:
-        """Put the noise of n masked places there, replacing embeddings or adding.
-
-        Returns:
-            The embeddings, and what later layers read.
-        """
+        """The embeddings with the noise of n places there, replacing or added, and what later layers read."""
         places = places.shifted(self._shift)
         values = noise.embedding.to(embeddings.dtype)
         filled = embeddings.index_put(places.index, values, accumulate=self.adds_noise)

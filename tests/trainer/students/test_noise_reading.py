@@ -290,7 +290,10 @@ def test_one_layer_by_hand(beta: float) -> None:
 
 
 def test_without_head_it_is_the_conditioner() -> None:
-    student, everywhere = reader_of(), torch.ones(4, LENGTH, dtype=torch.bool)
+    """Under a prior over the vocabulary too."""
+    everywhere = torch.ones(4, LENGTH, dtype=torch.bool)
+    student = reader_of(noise={"layers": [1], "prior_weight": 0.7})
+    student.conditioner.set_unigram(torch.linspace(0, 3, VOCAB).log_softmax(0))
     layer = student.backbone.noise_readings["1"]
     with torch.no_grad():
         layer.weight.copy_(student.conditioner.weight)
