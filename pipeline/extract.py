@@ -23,7 +23,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
-from functools import cache
+from functools import cache, partial
 from types import TracebackType
 from typing import Any
 
@@ -260,8 +260,7 @@ class Extractor(ShardWork):
         if "counted" in manifest.arrays:
             arrays["counted"][:] = counted
         tokens = rows_tensor(rows)
-        for part in self.batch_size.parts(shard.num_rows):
-            self._forward(tokens, part, shard, arrays, bar)
+        in_batches(partial(self._forward, tokens, shard, arrays, bar), shard.num_rows, self.batch_size)
 
         def hand_over() -> None:
             self._storage.reserve()
@@ -269,8 +268,7 @@ class Extractor(ShardWork):
 
         self._encoder.submit(hand_over, reserved=False)
 
-    def _forward(self, tokens: Tensor, part: slice, shard: ShardRange, arrays: Arrays, bar: Bar) -> None:
-        """One forward pass; two of half the rows, and so on, where memory runs out."""
+    def _forward(self, tokens: Tensor, shard: ShardRange, arrays: Arrays, bar: Bar, part: slice) -> None:
         self.stop.check()
         self._encoder.reserve()
         row_ids = torch.arange(part.start, part.stop) + shard.start
@@ -278,17 +276,10 @@ class Extractor(ShardWork):
             raw = self.teacher.forward(tokens[part], row_ids, self.codec.needs_hidden)
         except Exception as error:
             self._encoder.cancel_reservation()
-            if not is_out_of_memory(error):
-                raise
-            self.batch_size.halve(error)
-        else:
-            self._encoder.submit(self._encode, raw, part.start, shard, arrays, bar)
-            return
-        self._encoder.wait()
-        torch.cuda.empty_cache()  # nothing, where there is no GPU
-        for smaller in self.batch_size.parts(part.stop - part.start):
-            moved = slice(part.start + smaller.start, part.start + smaller.stop)
-            self._forward(tokens, moved, shard, arrays, bar)
+            if is_out_of_memory(error):
+                self._encoder.wait()  # batches there hold memory that half of these rows may need
+            raise
+        self._encoder.submit(self._encode, raw, part.start, shard, arrays, bar)
 
     @torch.inference_mode()
     def _encode(self, raw: RawLogits, first: int, shard: ShardRange, arrays: Arrays, bar: Bar) -> None:

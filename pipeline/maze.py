@@ -229,27 +229,6 @@ TEACHERS = {"full": MazeTeacherConfig(), "demo": MazeTeacherConfig(4, 8, 64, num
 """The full protocol's, and a smaller one for a quick walk through the system."""
 
 
-@dataclass(frozen=True)
-class MazeTeacherReport:
-    """How close the teacher came to its corpus.
-
-    Attributes:
-        path_probabilities: The teacher's probability of each path, in ``MazeLayout.paths()`` order.
-        total_variation: Distance to the uniform distribution over the paths; probability that
-            leaves the set of paths counts.
-        loss_nats: Mean negative log-likelihood of a training row.
-        entropy_nats: Entropy of the paths' shares in the training rows: the least possible loss.
-    """
-
-    path_probabilities: tuple[float, ...]
-    total_variation: float
-    loss_nats: float
-    entropy_nats: float
-
-
-FIGURES = ("total_variation", "loss_nats", "entropy_nats")
-
-
 def path_rows(paths: list[Moves], row_length: int) -> Int[Tensor, "n l"]:
     """Rows bos + moves + eos padding, as the ``pad`` packing makes them; int64."""
     rows = torch.full((len(paths), row_length), EOS)
@@ -265,36 +244,33 @@ def row_log_probs(model: LlamaForCausalLM, rows: Int[Tensor, "n l"]) -> Float[Te
     return logits.log_softmax(-1).gather(-1, rows[:, 1:, None]).squeeze(-1).sum(-1)
 
 
-def train_maze_teacher(maze: MazeLayout, out: Path, config: MazeTeacherConfig | None = None) -> MazeTeacherReport:
+def train_maze_teacher(maze: MazeLayout, out: Path, config: MazeTeacherConfig) -> None:
     """Train the teacher of ``maze`` and save it to ``out``; a finished one is left as it is.
 
-    Args:
-        out: The model directory (weights as safetensors, tokenizer, ``maze.json`` with the
-            teacher's path probabilities, ``training.json``).
+    ``out`` becomes the model directory: weights as safetensors, tokenizer, ``maze.json`` with the
+    teacher's path probabilities, ``training.json``.
 
     Raises:
         UsageError: If ``out`` holds something else, or a teacher of other settings.
     """
-    config = config or MazeTeacherConfig()
     settings = {"maze": maze.artifact(), "config": to_mapping(config)}
     if out.exists():
-        return _finished(out, settings)
+        _require_same(out, settings)
+        return
     model, report = _train(maze, config)
     temporary = out.with_name(f".{out.name}.tmp")
     shutil.rmtree(temporary, ignore_errors=True)
     transformers_logging.disable_progress_bar()  # one bar per stage, and it is ours
     model.save_pretrained(temporary)
     maze_tokenizer(maze.row_length).save_pretrained(temporary)
-    probabilities = {"teacher_probabilities": list(report.path_probabilities)}
-    artifact = {**maze.artifact(), "seed": config.seed, **probabilities}
+    artifact = {**maze.artifact(), "seed": config.seed, "teacher_probabilities": report["path_probabilities"]}
     write_json_atomic(temporary / "maze.json", artifact)
-    write_json_atomic(temporary / RECORD, {**settings, "report": to_mapping(report)})
+    write_json_atomic(temporary / RECORD, {**settings, "report": report})
     publish_folder(temporary, out)
-    return report
 
 
-def _finished(out: Path, settings: dict[str, Any]) -> MazeTeacherReport:
-    """The report of the teacher that is already there."""
+def _require_same(out: Path, settings: dict[str, Any]) -> None:
+    """Refuse what is already there and no teacher of these settings."""
     try:
         record = json.loads((out / RECORD).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -307,11 +283,9 @@ def _finished(out: Path, settings: dict[str, Any]) -> MazeTeacherReport:
                 what, where = "a maze teacher with other settings is there", f"{out}: {part}.{key}"
                 remedy = "choose another folder or remove this one"
                 raise UsageError(what, where=where, got=found, expected=value, remedy=remedy)
-    report = record["report"]
-    return MazeTeacherReport(tuple(report["path_probabilities"]), **{name: report[name] for name in FIGURES})
 
 
-def _train(maze: MazeLayout, config: MazeTeacherConfig) -> tuple[LlamaForCausalLM, MazeTeacherReport]:
+def _train(maze: MazeLayout, config: MazeTeacherConfig) -> tuple[LlamaForCausalLM, dict[str, Any]]:
     documents = draw_documents(maze, config.num_documents, config.seed, "train")
     rows = path_rows([tuple(document.split()) for document in documents], maze.row_length)
     with torch.random.fork_rng(devices=[]):
@@ -367,15 +341,20 @@ def _batch(
 
 
 @torch.no_grad()
-def _report(model: LlamaForCausalLM, maze: MazeLayout, rows: Int[Tensor, "n l"]) -> MazeTeacherReport:
+def _report(model: LlamaForCausalLM, maze: MazeLayout, rows: Int[Tensor, "n l"]) -> dict[str, Any]:
+    """How close the teacher came to its corpus, JSON-ready.
+
+    The probability of each path, in the order of :meth:`MazeLayout.paths`; the distance to the uniform
+    distribution over them; the mean negative log-likelihood of a training row, and the entropy of the
+    paths' shares in the rows, which is the least possible.
+    """
     paths = path_rows(maze.paths(), maze.row_length)
     model_probs = row_log_probs(model, paths).double().exp()
     shares = (rows[:, None] == paths[None]).all(-1).double().mean(0)
-    seen = shares > 0
-    outside = (1 - model_probs.sum()).clamp(min=0)  # what the model gives to no path
-    return MazeTeacherReport(
-        path_probabilities=tuple(model_probs.tolist()),
-        total_variation=(((model_probs - 1 / len(paths)).abs().sum() + outside) / 2).item(),
-        loss_nats=-(shares[seen] * model_probs[seen].log()).sum().item(),
-        entropy_nats=-(shares[seen] * shares[seen].log()).sum().item(),
-    )
+    seen, outside = shares > 0, (1 - model_probs.sum()).clamp(min=0)  # what the model gives to no path
+    return {
+        "path_probabilities": model_probs.tolist(),
+        "total_variation": (((model_probs - 1 / len(paths)).abs().sum() + outside) / 2).item(),
+        "loss_nats": -(shares[seen] * model_probs[seen].log()).sum().item(),
+        "entropy_nats": -(shares[seen] * shares[seen].log()).sum().item(),
+    }

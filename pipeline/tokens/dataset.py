@@ -330,7 +330,7 @@ def check_identity(found: dict[str, Any], wanted: dict[str, Any], where: Path) -
         for new, old in zip_longest(*files, fillvalue={}):
             if _content(old) != _content(new):
                 name = (new or old).get("path") or (new or old).get("name")
-                hashes = (str(of.get("sha256") or of.get("fingerprint"))[:12] for of in (new, old))
+                hashes = (str(of.get("sha256") or of.get("fingerprint") or "none")[:12] for of in (new, old))
                 got, expected = (f"content {each}" for each in hashes)
                 what, place = "the corpus is not the one that was tokenized", f"{where}: {split}: {name}"
                 raise GdistillError(what, where=place, got=got, expected=expected, remedy=remedy)

@@ -110,6 +110,9 @@ def test_every_split_and_every_part_of_a_corpus_is_counted(
         assert ("+-" in origin) == (name == "many.txt" and packing != "pad")
     limited, _, _ = counted(tmp_path, {**given, "store": {"rows": 7}})
     assert limited == 2 * 7 * ROW_LENGTH
+    (tmp_path / "few.txt").write_text("w1 w2\n" * 10)
+    corpus = {"validation_documents": 4, "separate_validation": False}
+    assert counted(tmp_path, options(teacher, tmp_path / "few.txt", corpus=corpus))[0] == 6 * 3 + 4 * 2
 
 
 def test_neighbours_that_are_alike_widen_the_error(

@@ -168,9 +168,8 @@ def test_padding_is_left_out_and_said(tmp_path: Path, asked: Asked) -> None:
 # Which teacher it is.
 
 
-@pytest.mark.parametrize("family", ["gpt2", "llama", "qwen2"])
-def test_weights_in_several_files_are_the_same_teacher(tmp_path: Path, family: str) -> None:
-    one, many = save(tmp_path / "one", family), save(tmp_path / "many", family, "4KB")
+def test_weights_in_several_files_are_the_same_teacher(tmp_path: Path) -> None:
+    one, many = save(tmp_path / "one", "qwen2"), save(tmp_path / "many", "qwen2", "4KB")
     files = find_pretrained(many)
     assert len(files.weight_files) > 1
     assert files.weights_sha256 == find_pretrained(one).weights_sha256

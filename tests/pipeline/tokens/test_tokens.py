@@ -318,16 +318,6 @@ def test_requests_that_cannot_be_met(tmp_path: Path, prepare: Prepare) -> None:
     assert not list(tmp_path.glob("*/tokens"))
 
 
-def test_a_huge_single_document(tmp_path: Path, sentences: list[str], bpe: PreTrainedTokenizerFast) -> None:
-    text, path = " ".join(sentences * 4), tmp_path / "a.txt"
-    path.write_text(text)
-    dataset = made(path, tmp_path, bpe, row_length=16, validation_fraction=0.1)
-    train, validation = (dataset.num_rows(split) for split in ("train", "validation"))
-    assert 0.89 < train / (train + validation) < 0.91
-    decoded = bpe.decode(all_rows(dataset).reshape(-1))
-    assert text.startswith(decoded.removesuffix("<|endoftext|>"))
-
-
 def test_rows_as_reference_texts(tmp_path: Path, asked: Asked, teacher: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a run's folder and of its store: without the token in front, other special ones stay."""
     monkeypatch.setattr("pipeline.references.BLOCK_ROWS", 2)
