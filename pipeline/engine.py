@@ -215,24 +215,6 @@ class Engine:
         asked = {"max_tokens": 1, "temperature": 1.0, "prompt_logprobs": num_top}
         return {"model": self.model, "prompt": ids, **asked}
 
-    def require_unchanged(self, token_ids: Sequence[int], log_probs: np.ndarray) -> None:
-        """Score a row again that was scored when the store was begun.
-
-        Args:
-            token_ids: The row.
-            log_probs: [L] nats, what the engine said then.
-
-        Raises:
-            GdistillError: If another model answers under the same name.
-        """
-        again = self._score(token_ids, "the first row, scored again")[0].token_log_probs
-        change = float(np.abs(again[1:] - np.asarray(log_probs)[1:]).mean())
-        if change > MAX_MEAN_CHANGE_NATS:
-            what, where = "the engine's model changed under the same name", self.settings.url
-            got = f"log p of the first row moved by {change:.3f} nats a token"
-            expected = f"at most {MAX_MEAN_CHANGE_NATS}"
-            raise GdistillError(what, where=where, got=got, expected=expected, remedy=SAME_MODEL)
-
     def _asked(self, method: str, path: str, body: Any = None, where: str = "") -> dict[str, Any]:
         where, seconds = where or self._base + path, self.settings.timeout_seconds
         try:
@@ -494,13 +476,17 @@ def _ask_engine(request: ExtractRequest, tokenizer: PreTrainedTokenizerBase, wor
     engine, request = _checked_engine(request, tokenizer)
     dataset = tokenize(request, tokenizer, worker)
     split = next(split for split in dataset.splits if dataset.num_rows(split))
-    first = dataset.read_rows(split, 0, 1)[0].tolist()
     record, identity = request.out / ENGINE_FILE, engine.identity()
+    (row,) = engine.score(dataset.read_rows(split, 0, 1).tolist(), ["the first row"])
     if record.exists():
-        known = json.loads(record.read_text(encoding="utf-8"))
-        engine.require_unchanged(first, np.asarray(known["log_probs"], np.float32))
+        known = np.asarray(json.loads(record.read_text(encoding="utf-8"))["log_probs"], np.float32)
+        change = float(np.abs(row.token_log_probs[1:] - known[1:]).mean())
+        if change > MAX_MEAN_CHANGE_NATS:
+            what, where = "the engine's model changed under the same name", request.settings.engine.url
+            got = f"log p of the first row moved by {change:.3f} nats a token"
+            expected = f"at most {MAX_MEAN_CHANGE_NATS}"
+            raise GdistillError(what, where=where, got=got, expected=expected, remedy=SAME_MODEL)
     else:
-        (row,) = engine.score([first], ["the first row"])
         write_json_atomic(record, {**identity, "log_probs": row.token_log_probs.tolist()})
 
     def fetch(part: ShardRange, tokens: np.ndarray) -> Sequence[ScoredRow]:

@@ -210,9 +210,9 @@ def test_odd_names_of_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 def test_split_rules_keep_order(
     tmp_path: Path, settings: dict[str, float], num_train: int, num_validation: int
 ) -> None:
-    path = tmp_path / "lines.txt"
-    path.write_text("".join(f"{number}\n" for number in range(200)))
-    config = CorpusConfig(f"text:{path}", document_separator="line", **settings)  # type: ignore[arg-type]
+    for first, stop in ((0, 120), (120, 200)):  # a border of splits may lie within a file
+        (tmp_path / f"{first:03}.txt").write_text("".join(f"{number}\n" for number in range(first, stop)))
+    config = CorpusConfig(f"text:{tmp_path}/*.txt", document_separator="line", **settings)  # type: ignore[arg-type]
     train, validation = splits_of(config)
     assert (len(train), len(validation)) == (num_train, num_validation)
     assert [int(text) for text in train + validation] == list(range(num_train + num_validation))

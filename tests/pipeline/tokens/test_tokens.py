@@ -21,7 +21,7 @@ import pyarrow.parquet as pq
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
+from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from pipeline.corpus.config import CorpusConfig, corpus_config
@@ -418,6 +418,17 @@ def test_pieces_have_the_ids_of_the_whole(bpe: PreTrainedTokenizerFast, name: st
     assert [token for piece in pieces for token in whole(fast, piece)] == whole(fast, text)
     if name != "no white space":
         assert len(pieces) > len(text) // size // 3
+
+
+def test_white_space_that_is_one_word_is_not_cut() -> None:
+    fast, text = Tokenizer(models.BPE()), TEXTS["white space"]
+    fast.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # type: ignore[assignment]
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    how: dict[str, Any] = {"vocab_size": 300, "initial_alphabet": alphabet, "show_progress": False}
+    fast.train_from_iterator([text], trainers.BpeTrainer(**how))
+    for size in range(50, 62):
+        pieces = cut_between_words(fast, text, size)
+        assert len(pieces) > 3 and [token for piece in pieces for token in whole(fast, piece)] == whole(fast, text)
 
 
 def test_a_normalizer_that_adds_to_the_text_forbids_cuts(bpe: PreTrainedTokenizerFast) -> None:
