@@ -3,29 +3,31 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping, Sequence
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, get_args
 
 import torch
 import typer
-from jaxtyping import Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from evaluation.samples import find_sample_files, read_records, read_samples, short
-from evaluation.text.reading import clean_logits, kept, token_margins
 from shards.atomic import canonical_json, require_writable, write_json_atomic
 from shards.codec.protocol import Codec
 from shards.codec.registry import make_codec
+from shards.console import progress_bar
 from shards.errors import GdistillError, UsageError, visible
 from shards.language_model.forward import DtypeName
 from shards.noise.kinds import Noise
 from trainer.sampling.coupled import gumbel_scores, require_whole_noise
-from trainer.sampling.noise import STEPS_PER_ATTEMPT, NucleusRule, TokenRule, sampling_noise
+from trainer.sampling.noise import STEPS_PER_ATTEMPT, NucleusRule, TokenRule, sampling_noise, truncate_to_nucleus
 from trainer.sampling.verifier import Verifier
 from trainer.students.configuration import grouped
 
+ROWS_AT_A_TIME = 32
 TIE_ROUNDINGS = {torch.float32: 64, torch.bfloat16: 6}
 """A margin is a tie within this many roundings (eps of the weights' precision) of the largest
 logit: two ways to compute one pass (with a cache and without, alone or in a batch) differ by a few.
@@ -35,6 +37,85 @@ most 1.5 roundings."""
 MOST_LISTED = 20
 MOST_MARGIN = 1e6
 """Nats of a token that is alone in the nucleus, and, negative, of one that the teacher cut off."""
+
+
+def clean_logits(model: Any, rows: Sequence[list[int]], vocab_size: int) -> Iterator[tuple[int, Float[Tensor, "l v"]]]:
+    """(Number of a row, float32 logits of the token behind each of its positions), one pass each.
+
+    Rows of like length go together; what stands behind a row's end is seen by none of it.
+    """
+    order = sorted(range(len(rows)), key=lambda number: len(rows[number]))
+    device = next(model.parameters()).device
+    with progress_bar("certify", len(rows)) as bar:
+        for first in range(0, len(order), ROWS_AT_A_TIME):
+            group = order[first : first + ROWS_AT_A_TIME]
+            longest = len(rows[group[-1]])
+            ids = torch.tensor([rows[n] + [0] * (longest - len(rows[n])) for n in group])
+            with torch.no_grad():
+                logits = model(input_ids=ids.to(device)).logits[..., :vocab_size].float()
+            yield from zip(group, logits, strict=True)
+            bar.advance(len(group))
+
+
+def kept(logits: Float[Tensor, "n v"], rule: TokenRule, slack: float = 0.0) -> Bool[Tensor, "n v"]:
+    """Tokens that the teacher's top-k and nucleus keep.
+
+    Args:
+        logits: The teacher's.
+        rule: With its temperature.
+        slack: Tokens within it of a cut, in nats or in probability, stay too; negative: go too.
+    """
+    if not rule.truncates:
+        return torch.ones_like(logits, dtype=torch.bool)
+    probs = (logits.double() / rule.temperature).softmax(dim=-1)
+    best = probs == probs.amax(dim=-1, keepdim=True)
+    if rule.top_k is not None and rule.top_k < logits.shape[-1]:
+        least = probs.topk(rule.top_k, dim=-1).values[..., -1:] * math.exp(-slack)
+        probs = torch.where((probs >= least) | best, probs, 0.0)
+        probs = probs / probs.sum(dim=-1, keepdim=True)
+    if rule.nucleus_p < 1:
+        p = max(rule.nucleus_p + slack, 1e-9)
+        probs = truncate_to_nucleus(probs, p, rule.nucleus_rule)
+    return (probs > 0) | best
+
+
+def token_margins(
+    scores: Float[Tensor, "n v"], tokens: Int[Tensor, "n"]
+) -> tuple[Float[Tensor, "n"], Int[Tensor, "n"]]:
+    """Score of each token minus the best other score, and whose that is."""
+    own = scores.gather(1, tokens[:, None])
+    others = scores.scatter(1, tokens[:, None], -torch.inf)
+    best, winners = others.max(dim=1)
+    return own[:, 0] - best, winners
+
+
+def decide(
+    scores: Float[Tensor, "n v"],
+    logits: Float[Tensor, "n v"],
+    tokens: Int[Tensor, "n"],
+    rule: TokenRule,
+    within: Float[Tensor, "n"],
+    slack: float,
+) -> tuple[Float[Tensor, "n"], Int[Tensor, "n"], Bool[Tensor, "n"]]:
+    """Margin of each token among those that are kept, the best other one, and where rounding decides.
+
+    Args:
+        scores: What each token must be the argmax of.
+        logits: By these ``rule`` keeps tokens.
+        tokens: Those that stand there.
+        rule: Top-k and nucleus.
+        within: A margin of at most so much is a tie.
+        slack: How far rounding may move the cut: it may have cut a token off, or let one in.
+    """
+
+    def among_kept(slack: float) -> tuple[Float[Tensor, "n"], Int[Tensor, "n"]]:
+        return token_margins(scores.masked_fill(~kept(logits, rule, slack), -torch.inf), tokens)
+
+    margins, winners = among_kept(0.0)
+    is_tie = margins.abs() <= within
+    for other in (slack, -slack) if rule.truncates else ():
+        is_tie |= (margins <= within) & (among_kept(other)[0] >= -within)
+    return margins, winners, is_tie
 
 
 @dataclass(frozen=True)
@@ -106,40 +187,31 @@ def certify_file(drawn: DrawnFile, teacher: Verifier) -> Certificate:
     teacher.require_context(max(len(row.tokens) for row in drawn.rows))
     dtype = next(teacher.model.parameters()).dtype
     found = Certificate(dtype=str(dtype).removeprefix("torch."), tie_roundings=TIE_ROUNDINGS[dtype])
-    rows = [row.tokens for row in drawn.rows]
-    for number, logits in clean_logits(teacher.model, rows, teacher.vocab_size):
-        _judge(found, drawn.rows[number], logits, drawn)
+    rows = [row for row in drawn.rows if row.filled]
+    for number, logits in clean_logits(teacher.model, [row.tokens for row in rows], teacher.vocab_size):
+        row = rows[number]
+        places = torch.tensor(row.filled)
+        tokens = torch.tensor(row.tokens)[places].to(logits.device)
+        here = logits[(places - 1).to(logits.device)]
+        scores = gumbel_scores(here, drawn.noise(row).select(places), drawn.tau)
+        within = found.tie_roundings * torch.finfo(dtype).eps * here.abs().amax(dim=-1).clamp_min(1.0)
+        slack = float(within.max()) / drawn.tau
+        margins, winners, is_tie = decide(scores, here, tokens, drawn.rule, within, slack)
+        margins = margins.clamp(-MOST_MARGIN, MOST_MARGIN)  # outside of what is kept, or alone in it
+        agreeing = margins[margins > 0]
+        found.num_positions += len(places)
+        found.num_agreeing += len(agreeing)
+        found.smallest_margin = min([found.smallest_margin, *agreeing.tolist()])
+        for slot in (margins <= within).nonzero()[:, 0].tolist():
+            numbers = (int(part[slot]) for part in (places, tokens, winners))
+            position = Position(row.index, *numbers, margin=float(margins[slot]))
+            if bool(is_tie[slot]):
+                found.ties.append(position)
+                continue
+            found.num_mismatches += 1
+            if len(found.mismatches) < MOST_LISTED:
+                found.mismatches.append(position)
     return found
-
-
-def _judge(found: Certificate, row: DrawnRow, logits: Float[Tensor, "l v"], drawn: DrawnFile) -> None:
-    places = torch.tensor(row.filled, dtype=torch.int64)
-    tokens = torch.tensor(row.tokens)[places].to(logits.device)
-    here = logits[(places - 1).to(logits.device)]
-    scores = gumbel_scores(here, drawn.noise(row).select(places), drawn.tau)
-    rounding = torch.finfo(getattr(torch, found.dtype)).eps * here.abs().amax(dim=-1).clamp_min(1.0)
-    within = found.tie_roundings * rounding
-    margins, winners = token_margins(scores.masked_fill(~kept(here, drawn.rule), -torch.inf), tokens)
-    is_tie = margins.abs() <= within
-    if drawn.rule.truncates and len(places):
-        most = float(within.max()) / drawn.tau
-        for slack in (most, -most):  # what rounding may have cut off, or let in
-            near = scores.masked_fill(~kept(here, drawn.rule, slack), -torch.inf)
-            is_tie |= (margins <= within) & (token_margins(near, tokens)[0] >= -within)
-    margins = margins.clamp(-MOST_MARGIN, MOST_MARGIN)  # outside of what is kept, or alone in it
-    agreeing = margins[margins > 0]
-    found.num_positions += len(places)
-    found.num_agreeing += len(agreeing)
-    found.smallest_margin = min([found.smallest_margin, *agreeing.tolist()])
-    for slot in (margins <= within).nonzero()[:, 0].tolist():
-        numbers = (int(part[slot]) for part in (places, tokens, winners))
-        position = Position(row.index, *numbers, margin=float(margins[slot]))
-        if bool(is_tie[slot]):
-            found.ties.append(position)
-            continue
-        found.num_mismatches += 1
-        if len(found.mismatches) < MOST_LISTED:
-            found.mismatches.append(position)
 
 
 # Samples with everything that names their noise: read, checked, refused where it cannot be had.

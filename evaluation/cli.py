@@ -9,10 +9,9 @@ import typer
 from typer.core import TyperGroup
 
 from evaluation.certificate import certify
-from evaluation.compare import compare
 from evaluation.frontier import check_scores, frontier
 from evaluation.infilling import rows
-from evaluation.likelihood_command import perplexity, tasks
+from evaluation.likelihood_command import perplexity
 from evaluation.passes import passes
 from evaluation.report import write_scores
 from evaluation.samples import find_sample_files, read_samples
@@ -104,10 +103,8 @@ app.command("certify")(certify)
 app.command("frontier")(frontier)
 app.command("check-scores")(check_scores)
 app.command("rows")(rows)
-app.command("compare")(compare)
 app.command("passes")(passes)
 app.command("perplexity")(perplexity)
-app.command("tasks")(tasks)
 
 
 def main() -> None:

@@ -148,9 +148,8 @@ def frontier(
     half = min(len(samples.tokens) for _, samples in sets) // 2
     length = max(len(row) for _, samples in sets for row in samples.tokens)
     text = ReferenceText.read(data, 2 * half, length)
-    kept = readings_folder(out)
-    judging = None if judge is None else Judging.load(judge, device, kept)
-    ruler = Ruler(text, half, judging, kept)
+    judging = None if judge is None else Judging.load(judge, device, kept=readings_folder(out))
+    ruler = Ruler(text, half, judging)
     points = []
     with progress_bar("frontier", len(sets), unit="files") as bar:
         for name, samples in sets:
@@ -234,9 +233,8 @@ def check_scores(
     text = ReferenceText.read(data, 2 * num, length)
     if text.training is None:
         raise UsageError("no token ids to draw from", where="--data", expected="a store")
-    kept = readings_folder(out)
-    judging = None if judge is None else Judging.load(judge, device, kept)
-    ruler = Ruler(text, num, judging, kept)
+    judging = None if judge is None else Judging.load(judge, device, kept=readings_folder(out))
+    ruler = Ruler(text, num, judging)
     sets: dict[str, Rows] = {"the text itself": ruler.own_rows}
     if real is not None:
         sets[f"student: {real.name}"] = real.tokens

@@ -12,18 +12,16 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import numpy as np
 import typer
 
 from evaluation.samples import DataRows, SampleSet, read_data_rows, read_records, short
 from evaluation.score import PerSample, Score, range_text
+from evaluation.text.reading import Judging
 from shards.atomic import write_bytes_atomic
 from shards.errors import GdistillError, UsageError
-
-if TYPE_CHECKING:
-    from evaluation.text.reading import Judging
 
 
 @dataclass(frozen=True)
@@ -128,24 +126,21 @@ def filled_perplexity(
     Raises:
         GdistillError: When no counted token overlaps a filled character.
     """
-    from evaluation.text.reading import read_texts, token_spans
-
-    judge = judging.judge
-    readings = read_texts(judge, texts, judging.limits, judging.memory)
+    judging.read(texts)
     kept: list[tuple[int, float, float]] = []
-    for index, text, reading, filled in zip(indices, texts, readings, spans, strict=True):
+    for index, text, filled in zip(indices, texts, spans, strict=True):
         nats = [
             value
-            for start, end, value in token_spans(judge, text, reading)
+            for start, end, value in judging.spans(text)
             if value is not None and any(start < stop and begin < end for begin, stop in filled)
         ]
         if nats:
             kept.append((index, sum(nats), float(len(nats))))
     if not kept:
-        raise GdistillError("no filled part has a token that counts", where=judge.name)
+        raise GdistillError("no filled part has a token that counts", where=judging.judge.name)
     per_sample = PerSample(*zip(*kept, strict=True), is_exponential=True)
     limits = asdict(judging.limits)
-    settings = {**judge.identity, **limits, "counted": "tokens over the filled characters"}
+    settings = {**judging.judge.identity, **limits, "counted": "tokens over the filled characters"}
     details = {"num_tokens": int(sum(per_sample.denominators))}
     return Score.of("infill_perplexity", per_sample, settings=settings, details=details)
 

@@ -1,8 +1,7 @@
-"""``gdistill-eval perplexity`` and ``tasks``: what students make of given text."""
+"""``gdistill-eval perplexity`` and ``gdistill-lm-eval``: what students make of given text."""
 
 from __future__ import annotations
 
-import json
 from importlib import import_module
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -12,7 +11,7 @@ import typer
 from evaluation.report import Table, write_report
 from evaluation.samples import read_data_rows
 from evaluation.score import Score
-from shards.atomic import require_writable, write_bytes_atomic
+from shards.atomic import require_writable
 from shards.console import run_command
 from shards.errors import UsageError
 from shards.provenance import code_version
@@ -102,70 +101,6 @@ def _table(scored: list[tuple[str, Score]]) -> Table:
     cautions = tuple(dict.fromkeys(f"(conditional): {c}" for _, s in scored for c in s.cautions))
     header = ("data", "noise", "perplexity", "95% interval", "nats per token", "estimate")
     return Table("Validation perplexity", header, tuple(rows), notes=cautions)
-
-
-# Tasks of lm-evaluation-harness over local question files: no network, no hub data set. A file
-# holds JSON lines: ``query``, ``choices`` and ``gold`` (index), or, where the choice stands in the
-# context, ``context_options``, ``continuation`` and ``gold``.
-
-
-KINDS = (("query", "choices", "gold"), ("gold", "context_options", "continuation"))
-"""Fields of a line that the harness takes for context, choices and answer."""
-
-
-def write_tasks(questions: Path, out: Path) -> list[str]:
-    """A task file for every question file; the names of the tasks.
-
-    Args:
-        questions: Folder of ``*.jsonl``.
-        out: For the harness's ``--include_path``.
-
-    Raises:
-        UsageError: Without a question file, or for one of other fields.
-    """
-    files = sorted(questions.glob("*.jsonl"))
-    if not files:
-        raise UsageError("no questions", where=questions, expected="*.jsonl")
-    tasks = {f"local_{file.stem}": _task(file) for file in files}
-    for name, task in tasks.items():
-        text = json.dumps({"task": name, **task}, indent=2)  # JSON is YAML
-        write_bytes_atomic(out / f"{name}.yaml", text.encode() + b"\n")
-    return list(tasks)
-
-
-def _task(file: Path) -> dict[str, Any]:
-    try:
-        with open(file, encoding="utf-8") as lines:
-            fields = frozenset(json.loads(next(lines)))
-    except (OSError, ValueError, StopIteration, TypeError) as error:
-        raise UsageError("cannot read the questions", where=file, got=error) from error
-    kind = next((known for known in KINDS if set(known) <= fields), None)
-    if kind is None:
-        expected = " or ".join(", ".join(sorted(known)) for known in KINDS)
-        got = ", ".join(sorted(fields))
-        raise UsageError("questions of other fields", where=file, got=got, expected=expected)
-    metric = {"aggregation": "mean", "higher_is_better": True}
-    return {
-        "dataset_path": "json",
-        "dataset_kwargs": {"data_files": {"test": str(file.resolve())}},
-        "test_split": "test",
-        "output_type": "multiple_choice",
-        **dict(zip(("doc_to_text", "doc_to_choice", "doc_to_target"), kind, strict=True)),
-        "target_delimiter": " ",
-        "metric_list": [{"metric": name, **metric} for name in ("acc", "acc_norm")],
-    }
-
-
-def tasks(
-    questions: Annotated[Path, typer.Argument(help="Folder of question files, .jsonl.")],
-    out: Annotated[Path, typer.Option(help="For the harness's --include_path.")] = Path("tasks"),
-) -> None:
-    """Write lm-evaluation-harness tasks over local question files."""
-    names = write_tasks(questions, out)
-    typer.echo(
-        f"wrote {len(names)} tasks; score them with\ngdistill-lm-eval --model gdistill "
-        f"--model_args pretrained=RUN --include_path {out} --tasks {','.join(names)}"
-    )
 
 
 def lm_eval() -> None:

@@ -1,18 +1,15 @@
-"""Tables of strings (text, Markdown, CSV, HTML), the page, and what is written of scored files."""
+"""Tables of strings (text, Markdown, HTML), the page, and what is written of scored files."""
 
 from __future__ import annotations
 
 import base64
-import csv
-import html
-import io
-import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import typer
+from jinja2 import Environment, FileSystemLoader
 
 from evaluation.samples import SampleSet, drawn_with
 from evaluation.score import Score
@@ -22,18 +19,14 @@ from shards.console import aligned
 from shards.errors import visible
 from shards.provenance import code_version
 
-FORMULA = re.compile(r"[=@\t\r]|[+-](?![0-9.]|$)")
-"""What a spreadsheet would compute; a signed number and a dash are none."""
-
 
 @dataclass(frozen=True)
 class Table:
-    """A table of strings: ``rows[i][0]`` names the row; ``kinds[i]`` is "", "ours" or "paper"."""
+    """A table of strings: ``rows[i][0]`` names the row."""
 
     title: str
     header: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
-    kinds: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
 
     def to_markdown(self) -> str:
@@ -53,25 +46,6 @@ class Table:
         notes = map(visible, self.notes)
         return "\n".join([visible(self.title), rule, header, rule, *rows, rule, *notes])
 
-    def to_html(self) -> str:
-        """The table as an HTML fragment, escaped."""
-        kinds = self.kinds or ("",) * len(self.rows)
-        head = "".join(f"<th>{html.escape(cell)}</th>" for cell in self.header)
-        body = "".join(
-            f'<tr class="{kind}">' + "".join(f"<td>{html.escape(c)}</td>" for c in row) + "</tr>"
-            for row, kind in zip(self.rows, kinds, strict=True)
-        )
-        notes = "".join(f'<p class="note">{html.escape(note)}</p>' for note in self.notes)
-        # A wide table scrolls in its own box: the page itself never does, whatever the screen.
-        return f'<h2>{html.escape(self.title)}</h2><div class="wide"><table><tr>{head}</tr>{body}</table></div>{notes}'
-
-    def to_csv(self) -> str:
-        """Header and rows, quoted where needed (RFC 4180); no cell is a spreadsheet's formula."""
-        text = io.StringIO()
-        for row in (self.header, *self.rows):
-            csv.writer(text).writerow("'" * bool(FORMULA.match(c)) + visible(c) for c in row)
-        return text.getvalue()
-
 
 def markdown_text(text: str) -> str:
     """Text that stays text: what looks like HTML in it is none."""
@@ -85,7 +59,22 @@ def _markdown_row(cells: Sequence[str]) -> str:
 # The page: tables, figures and samples in one file that loads nothing from outside.
 
 
-STYLE = Path(__file__).with_name("report.css")
+PAGE = Environment(loader=FileSystemLoader(Path(__file__).parent), autoescape=True).get_template("report.html")
+MAX_ROWS, MAX_COLUMNS = 24, 8
+"""Sample indices and files of the page."""
+
+
+@dataclass(frozen=True)
+class ShownSample:
+    """One sample of one file.
+
+    Attributes:
+        facts: What stands above it (perplexity, entropy).
+        pieces: Its text in pieces, each with nats or None; the page has a shade per nat.
+    """
+
+    facts: str
+    pieces: Sequence[tuple[str, float | None]]
 
 
 def write_report(
@@ -97,7 +86,7 @@ def write_report(
     results: dict[str, Any],
     figures: Iterable[tuple[str, Path]] = (),
     cautions: Iterable[str] = (),
-    sections: Iterable[str] = (),
+    samples: Mapping[str, Mapping[int, ShownSample]] | None = None,
 ) -> Path:
     """Write ``results.json``, ``tables.md`` and ``report.html`` into ``directory``.
 
@@ -109,7 +98,8 @@ def write_report(
         figures: (caption, PNG file), behind the first table; embedded: the page stands alone.
         results: Every number, JSON-ready.
         cautions: Shown in front of everything.
-        sections: Further HTML, escaped already, behind all.
+        samples: File name -> sample index -> sample: shown last, files of one index beside each
+            other, at most 8 files and 24 indices.
     """
     tables = list(tables)
     write_json_atomic(directory / "results.json", results)
@@ -117,83 +107,21 @@ def write_report(
         "\n\n".join([f"### {table.title}", table.to_markdown(), *map(markdown_text, table.notes)]) for table in tables
     )
     write_bytes_atomic(directory / "tables.md", markdown.encode() + b"\n")
-    images = "".join(
-        f'<h2>{html.escape(caption)}</h2><img class="figure" alt="{html.escape(caption)}" '
-        f'src="data:image/png;base64,{base64.b64encode(file.read_bytes()).decode()}">'
-        for caption, file in figures
-    )
-    page = (
-        '<!doctype html><html lang="en"><meta charset="utf-8">'
-        '<meta name="viewport" content="width=device-width,initial-scale=1">'
-        f"<title>{html.escape(title)}</title><style>{STYLE.read_text(encoding='utf-8')}</style>"
-        f"<h1>{html.escape(title)}</h1><p>{html.escape(summary)}</p>"
-        + "".join(f'<p class="caution">{html.escape(caution)}</p>' for caution in cautions)
-        + "".join(table.to_html() for table in tables[:1])
-        + images
-        + "".join(table.to_html() for table in tables[1:])
-        + "".join(sections)
+    samples = samples or {}
+    shown = dict(list(samples.items())[:MAX_COLUMNS])
+    page = PAGE.render(
+        title=title,
+        summary=summary,
+        tables=tables,
+        figures=[(caption, base64.b64encode(file.read_bytes()).decode()) for caption, file in figures],
+        cautions=cautions,
+        samples=shown,
+        indices=sorted({index for file in shown.values() for index in file})[:MAX_ROWS],
+        has_nats=any(nats is not None for file in shown.values() for one in file.values() for _, nats in one.pieces),
+        num_left=len(samples) - len(shown),
     )
     write_bytes_atomic(directory / "report.html", page.encode(errors="backslashreplace"))
     return directory / "report.html"
-
-
-# Samples to look at: a row per sample index, files side by side, tokens coloured by surprise.
-
-
-MAX_ROWS = 24
-MAX_COLUMNS = 8
-LEVELS = 10
-"""A shade per nat; the last one is for more."""
-
-
-@dataclass(frozen=True)
-class ShownSample:
-    """One sample of one file.
-
-    Attributes:
-        facts: What stands above it (perplexity, entropy).
-        pieces: Its text in pieces, each with nats or None.
-    """
-
-    facts: str
-    pieces: Sequence[tuple[str, float | None]]
-
-
-def browser_section(columns: Mapping[str, Mapping[int, ShownSample]]) -> str:
-    """HTML of the first samples of every file, files of one index beside each other.
-
-    Args:
-        columns: File name -> sample index -> sample; at most 8 files and 24 indices are shown.
-    """
-    shown = dict(list(columns.items())[:MAX_COLUMNS])
-    indices = sorted({index for samples in shown.values() for index in samples})[:MAX_ROWS]
-    rows, legend = "", ""
-    for number, index in enumerate(indices):
-        cells = "".join(
-            f'<div class="sample"><b>{html.escape(name)}: {html.escape(samples[index].facts)}</b>'
-            f"{''.join(map(_piece, samples[index].pieces))}</div>"
-            for name, samples in shown.items()
-            if index in samples
-        )
-        state = " open" if number < 2 else ""
-        rows += f"<details{state}><summary>Sample {index}</summary>"
-        rows += f'<div class="row">{cells}</div></details>'
-    every = (sample for samples in shown.values() for sample in samples.values())
-    if any(nats is not None for sample in every for _, nats in sample.pieces):
-        shades = (f'<i class="s{n}"> {n}{"+" if n == LEVELS - 1 else ""} </i>' for n in range(LEVELS))
-        legend = f"<p>Surprise under the judge, nats per token: {''.join(shades)}</p>"
-    left = len(columns) - len(shown)
-    more = f'<p class="note">{left} further files are not shown.</p>' if left else ""
-    return f"<h2>Samples</h2>{legend}{rows}{more}"
-
-
-def _piece(piece: tuple[str, float | None]) -> str:
-    text, nats = piece
-    escaped = html.escape(text.replace("\0", "\ufffd"))
-    if nats is None:
-        return f'<i class="none">{escaped}</i>'
-    level = min(LEVELS - 1, max(0, int(nats)))
-    return f'<i class="s{level}" title="{nats:.2f} nats">{escaped}</i>'
 
 
 # What ``gdistill-eval`` writes of scored files: tables, notes, cautions, ``results.json``.
@@ -239,7 +167,14 @@ def write_scores(directory: Path, summary: str, scored: Scored, pieces: Pieces |
             for samples, scores in scored
         },
         cautions=cautions,
-        sections=[_browser_of(scored, pieces)],
+        samples={
+            samples.name: {
+                index: ShownSample(_facts(samples, scores, index), [(text, None)] if pieces is None else pieces(text))
+                for index, text in list(zip(samples.indices, samples.texts, strict=True))[:MAX_ROWS]
+                if text is not None
+            }
+            for samples, scores in scored
+        },
     )
     for table in tables:
         typer.echo(table.to_text() + "\n")
@@ -314,19 +249,6 @@ def _drawn_table(sets: Sequence[SampleSet]) -> Table:
     text = ", ".join(f"{name} {_short(value)}" for name, value in shared.items() if name not in own)
     notes = (f"All files: {text}.",) if text else ()
     return Table("How the samples were drawn", ("samples", *own), rows, notes=notes)
-
-
-def _browser_of(scored: Scored, pieces: Pieces | None) -> str:
-    """HTML of the samples themselves; empty where they have no text."""
-    columns = {
-        samples.name: {
-            index: ShownSample(_facts(samples, scores, index), [(text, None)] if pieces is None else pieces(text))
-            for index, text in list(zip(samples.indices, samples.texts, strict=True))[:MAX_ROWS]
-            if text is not None
-        }
-        for samples, scores in scored
-    }
-    return browser_section(columns) if any(columns.values()) else ""
 
 
 def _facts(samples: SampleSet, scores: Sequence[Score], index: int) -> str:

@@ -64,24 +64,6 @@ class PerSample:
         columns = zip(*(entries[index] for index in indices), strict=True)
         return PerSample(tuple(indices), *columns, is_exponential=self.is_exponential)
 
-    @classmethod
-    def from_json(cls, value: dict[str, Any]) -> PerSample:
-        """What ``asdict`` wrote.
-
-        Raises:
-            ValueError: For lists of unequal length, entries that are no finite numbers, negative
-                denominators or an index that stands there twice.
-        """
-        indices, *columns = (list(value[n]) for n in ("indices", "numerators", "denominators"))
-        if not indices or {len(column) for column in columns} != {len(indices)}:
-            raise ValueError("no entries, or columns of unequal length")
-        if not np.isfinite(np.array(columns, dtype=float)).all() or not (min(columns[1]) >= 0 < sum(columns[1])):
-            raise ValueError("entries that are no finite numbers")
-        if any(type(index) is not int for index in indices) or len(set(indices)) < len(indices):
-            raise ValueError("sample indices that are no whole numbers, or stand there twice")
-        numbers = (tuple(map(float, column)) for column in columns)
-        return cls(tuple(indices), *numbers, is_exponential=bool(value["is_exponential"]))
-
 
 def bootstrap_draws(num_samples: int, num_draws: int = NUM_BOOTSTRAP, seed: int = 0) -> Int[np.ndarray, "b n"]:
     """Places of ``num_draws`` sets of samples drawn with replacement; a function of its inputs."""
@@ -124,23 +106,6 @@ class Score:
         value, interval = per_sample.value(), per_sample.interval()
         num = len(per_sample.indices)
         return cls(name, value, num, interval, per_sample=per_sample, **further)
-
-    @classmethod
-    def from_json(cls, value: Mapping[str, Any]) -> Score:
-        """A score that :meth:`to_json` wrote and other programs may have changed.
-
-        Raises:
-            KeyError: If a field is missing.
-            ValueError, TypeError: If one is of another kind.
-        """
-        name, number, settings = (value[field] for field in ("name", "value", "settings"))
-        if type(name) is not str or type(number) not in (int, float) or type(settings) is not dict:
-            raise ValueError(f"not a score: {name!r:.60}, {number!r:.60}, {settings!r:.60}")
-        low_high, parts = value["interval_95"], value["per_sample"]
-        interval = None if low_high is None else (float(low_high[0]), float(low_high[1]))
-        per_sample = PerSample.from_json(parts) if parts else None
-        num = int(value["num_samples"])
-        return cls(name, float(number), num, interval, settings, per_sample=per_sample)
 
     def to_json(self) -> dict[str, Any]:
         """The score as JSON-ready values; a non-finite value becomes null."""

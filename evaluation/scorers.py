@@ -2,28 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from evaluation.infilling import (
-    InfillRow,
-    exact_match,
-    filled_perplexity,
-    filled_spans,
-    read_infill_rows,
-    rows_of_samples,
-)
+from evaluation.infilling import exact_match, filled_perplexity, filled_spans, read_infill_rows, rows_of_samples
 from evaluation.maze import Maze, maze_success, moves_of_words
 from evaluation.samples import SampleSet
 from evaluation.score import PerSample, Score
 from evaluation.text.distance import entropy_score, require_enough
+from evaluation.text.reading import Judging
 from evaluation.text.reference import ReferenceText, Ruler
 from shards.errors import UsageError, safe_name
-
-if TYPE_CHECKING:
-    from evaluation.text.reading import Judging
+from trainer.students.folder import load_tokenizer
 
 Scorer = Callable[[SampleSet], list[Score]]
 
@@ -73,12 +65,11 @@ def make_scorers(
     if all(samples.verifications is not None for samples in sets):
         functions.append(_acceptance)
     if maze is not None:
-        functions.append(_maze_scorer(maze))
-    rows = None if infill is None else read_infill_rows(infill)
-    if rows is not None:
-        for samples in sets:
-            rows_of_samples(rows, samples)
-        functions.append(partial(_exact_match, rows))
+        functions.append(partial(_maze_scores, Maze.read(maze)))
+    rows = [] if infill is None else read_infill_rows(infill)
+    rows_of = {samples.source: rows_of_samples(rows, samples) for samples in sets} if rows else {}
+    if rows:
+        functions.append(lambda one: [exact_match(one.tokens, rows_of[one.source], one.indices)])
     text = None
     if reference is not None:
         length = max(len(row) for samples in sets for row in samples.tokens)
@@ -89,17 +80,23 @@ def make_scorers(
             text.rows_of(samples)
     judging = None
     if judge is not None:
-        # Imported here, so that scores without a model do not wait for transformers.
-        from evaluation.text.reading import Judging
-
-        judging = Judging.load(judge, kept=kept, **reading)
-        functions.append(partial(_perplexity, judging))
-        if rows is not None:
+        found = judging = Judging.load(judge, kept=kept, **reading)
+        functions.append(lambda one: [found.perplexity(one.require_texts(), one.indices, one.source)])
+        if rows:
             tokenizers = {one.source: _student_tokenizer(tokenizer, one) for one in sets}
-            functions.append(partial(_filled, judging, rows, tokenizers))
+
+            def filled(samples: SampleSet) -> list[Score]:
+                """Perplexity of what was filled in, in the reading of the whole row."""
+                texts, source = samples.require_texts(), samples.source
+                spans = [
+                    filled_spans(tokenizers[source], tokens, row.masked, text)
+                    for tokens, row, text in zip(samples.tokens, rows_of[source], texts, strict=True)
+                ]
+                return [filled_perplexity(found, texts, spans, samples.indices)]
+
+            functions.append(filled)
     if text is not None:
-        sizes = {len(samples.tokens) for samples in sets}
-        rulers = {size: Ruler(text, size, judging, kept) for size in sizes}
+        rulers = {size: Ruler(text, size, judging) for size in {len(samples.tokens) for samples in sets}}
         functions.append(lambda samples: rulers[len(samples.tokens)].scores(samples))
     return functions, judging
 
@@ -131,39 +128,13 @@ def _acceptance(samples: SampleSet) -> list[Score]:
     return [Score.of("tokens_per_teacher_pass", per_pass, details=details)]
 
 
-def _maze_scorer(file: Path) -> Scorer:
-    maze = Maze.read(file)
-    uniform = {path: 1 / len(maze.paths) for path in maze.paths}
-
-    def score(samples: SampleSet) -> list[Score]:
-        moves = [moves_of_words(text.split()) for text in samples.require_texts()]
-        success = maze_success(maze, moves, uniform, "uniform")
-        # Beside the success in the table, because success alone does not show a lost mode.
-        value = success.details["total_variation_to_uniform"]
-        over = {"uniform over": f"the {len(maze.paths)} paths of the maze"}
-        name = "total_variation_to_uniform"
-        return [success, Score(name, value, success.num_samples, settings=over)]
-
-    return score
-
-
-def _exact_match(rows: list[InfillRow], samples: SampleSet) -> list[Score]:
-    return [exact_match(samples.tokens, rows_of_samples(rows, samples), samples.indices)]
-
-
-def _perplexity(judging: Judging, samples: SampleSet) -> list[Score]:
-    named = {"indices": samples.indices, "where": samples.source}
-    return [judging.perplexity(samples.require_texts(), **named)]
-
-
-def _filled(judging: Judging, rows: list[InfillRow], tokenizers: Mapping[Path, Any], samples: SampleSet) -> list[Score]:
-    """Perplexity of what was filled in, in the reading of the whole row."""
-    texts, tokenizer = samples.require_texts(), tokenizers[samples.source]
-    spans = [
-        filled_spans(tokenizer, tokens, row.masked, text)
-        for tokens, row, text in zip(samples.tokens, rows_of_samples(rows, samples), texts, strict=True)
-    ]
-    return [filled_perplexity(judging, texts, spans, samples.indices)]
+def _maze_scores(maze: Maze, samples: SampleSet) -> list[Score]:
+    moves = [moves_of_words(text.split()) for text in samples.require_texts()]
+    success = maze_success(maze, moves, {path: 1 / len(maze.paths) for path in maze.paths}, "uniform")
+    # Beside the success in the table, because success alone does not show a lost mode.
+    name = "total_variation_to_uniform"
+    over = {"uniform over": f"the {len(maze.paths)} paths of the maze"}
+    return [success, Score(name, success.details[name], success.num_samples, settings=over)]
 
 
 def _student_tokenizer(folder: Path | None, samples: SampleSet) -> Any:
@@ -172,8 +143,6 @@ def _student_tokenizer(folder: Path | None, samples: SampleSet) -> Any:
     Raises:
         UsageError: When the samples name no model folder with one.
     """
-    from trainer import load_tokenizer
-
     place, name = folder, samples.settings.get("checkpoint")
     if place is None:
         try:  # a stranger's settings reach no further than below here

@@ -29,7 +29,8 @@ import typer
 from jaxtyping import Float
 from torch import Tensor
 
-from evaluation.text.reading import clean_logits, kept, token_margins
+from evaluation.certificate import clean_logits, decide, kept
+from evaluation.samples import read_records
 from shards.atomic import require_writable, write_json_atomic
 from shards.errors import GdistillError, UsageError
 from shards.language_model.forward import resolve_device
@@ -80,6 +81,11 @@ class Answer:
     top_p: float = 1.0
     seed: int | None = None
     noise: str | None = None
+
+    @property
+    def rule(self) -> TokenRule:
+        """What the request cuts off: top-k first, then the nucleus of the rest."""
+        return TokenRule(nucleus_p=self.top_p, nucleus_rule="crossing", top_k=self.top_k or None)
 
 
 @dataclass
@@ -200,16 +206,8 @@ class ServedCertificate:
                 yield f"{cut} tokens are ones that the requests cut off"
 
 
-def allowed(scaled: Float[Tensor, "n v"], top_k: int, top_p: float, slack: float = 0.0) -> Float[Tensor, "n v"]:
-    """l / T where a request may draw, -inf elsewhere: top-k first, then the nucleus of the rest.
-
-    Args:
-        scaled: l / T.
-        top_k: 0 or at least V: no cut.
-        top_p: 1: no cut. At least the most probable token stays.
-        slack: Tokens within it of a cut, in nats or in probability, stay too; negative: go too.
-    """
-    rule = TokenRule(nucleus_p=top_p, nucleus_rule="crossing", top_k=top_k or None)
+def allowed(scaled: Float[Tensor, "n v"], rule: TokenRule, slack: float = 0.0) -> Float[Tensor, "n v"]:
+    """l / T where a request may draw, -inf elsewhere; see :func:`evaluation.certificate.kept`."""
     return scaled.masked_fill(~kept(scaled, rule, slack), -torch.inf)
 
 
@@ -226,25 +224,18 @@ def judge(answer: Answer, logits: Float[Tensor, "n v"], tie: float) -> Verdict:
     verdict = Verdict(answer.name, len(answer.tokens), checked)
     tokens = torch.tensor(answer.tokens, dtype=torch.int64)
     scaled = logits if greedy else logits / answer.temperature
-    law = allowed(scaled, answer.top_k, answer.top_p)
-    wide = allowed(scaled, answer.top_k, answer.top_p, tie)
     if not greedy:
-        _weigh(verdict, law, wide, tokens)
+        _weigh(verdict, allowed(scaled, answer.rule), allowed(scaled, answer.rule, tie), tokens)
     if checked == "law":
         return verdict
-    noise = torch.zeros((), dtype=torch.float64)
+    scores = scaled.double()
     if not greedy:
         assert answer.seed is not None and answer.noise is not None
         seeds = torch.full((len(tokens),), answer.seed, dtype=torch.int64)
         places = len(answer.prompt) - 1 + torch.arange(len(tokens))
-        precision = NOISES[answer.noise]
-        noise = engine_gumbels(seeds, places, 0, logits.shape[1], precision).double()
-    margins, winners = token_margins(law.double() + noise, tokens)
+        scores = scores + engine_gumbels(seeds, places, 0, logits.shape[1], NOISES[answer.noise]).double()
     within = tie * scaled.abs().amax(dim=-1).clamp_min(1.0)
-    narrow = allowed(scaled, answer.top_k, answer.top_p, -tie)
-    is_tie = margins.abs() <= within
-    for cut in (wide, narrow):
-        is_tie |= token_margins(cut.double() + noise, tokens)[0] >= -within
+    margins, winners, is_tie = decide(scores, scaled, tokens, answer.rule, within, tie)
     is_agreeing = margins > 0
     verdict.num_agreeing = int(is_agreeing.sum())
     verdict.num_ties = int((is_tie & ~is_agreeing).sum())
@@ -313,12 +304,10 @@ def read_answers(file: Path, tokenizer: Any, noise: str | None = None) -> list[A
         UsageError: For a request whose settings the certificate does not undo.
     """
     found = []
-    for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), 1):
-        where = f"{file}, line {number}"
+    for line, record in read_records(file, "answer"):
+        where = f"{file}, line {line}"
         try:
-            record = json.loads(line)
-            request, answer = record["request"], record["answer"]
-            found += answers_of(request, answer, where, tokenizer, noise)
+            found += answers_of(record["request"], record["answer"], where, tokenizer, noise)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             what, got = "not a kept answer", f"{type(error).__name__}: {error}"
             expected = '{"request": the body sent, "answer": the JSON that came back}'

@@ -215,7 +215,6 @@ def table(found: dict[str, Any]) -> Any:
         title=f"Samples that lead from S to T, % of {NUM_SAMPLES:,}",
         header=("student", *passes, "ways drawn in 1 pass"),
         rows=tuple(rows),
-        kinds=("", "ours"),
         notes=(f"No student without noise can do better than {optimum}.",),
     )
 

@@ -87,20 +87,11 @@ def mauve_score(
 
 
 def mauve_of_histograms(p: Float[np.ndarray, "k"], q: Float[np.ndarray, "k"]) -> float:
-    """Area under the divergence curve of two histograms: mauve-text's number without clustering.
+    """Area under the divergence curve of two histograms: mauve-text's number without clustering."""
+    from mauve.compute_mauve import get_divergence_curve_for_multinomials
 
-    The curve holds exp(-c KL(q | r)) and exp(-c KL(p | r)) for mixtures r of p and q, c = 5.
-    """
-    weights = np.linspace(1e-6, 1 - 1e-6, MIXTURES)[:, None]
-    mixture = weights * p + (1 - weights) * q
-
-    def closeness(part: Float[np.ndarray, "k"]) -> Float[np.ndarray, "w"]:
-        inside = part > 0
-        ratio = np.log(part[inside] / mixture[:, inside])
-        return np.exp(-SCALING * (part[inside] * ratio).sum(1))
-
-    x, y = np.append(1.0, closeness(q)), np.append(0.0, closeness(p))
-    x, y = np.append(x, 0.0), np.append(y, 1.0)
+    weights = np.linspace(1e-6, 1 - 1e-6, MIXTURES)
+    x, y = get_divergence_curve_for_multinomials(p, q, weights, SCALING).T
     orders = ((x, y, np.argsort(x)), (y, x, np.argsort(y)))
     return float(sum(np.trapezoid(b[order], a[order]) for a, b, order in orders) / 2)
 
@@ -230,6 +221,6 @@ def _compute(judge: JudgeModel, texts: Sequence[str], max_tokens: int) -> dict[s
             found.update(zip(members, torch.stack(parts).cpu().numpy(), strict=True))
             bar.advance(len(members))
 
-        judge.room.fill(lengths_of, max_tokens, read)
+        judge.budget.run(lengths_of, max_tokens, read)
     last, means, gradients = np.stack([found[index] for index in range(len(rows))], axis=1)
     return {"values": last, "means": means, "gradients": gradients, "num_tokens": lengths}

@@ -10,14 +10,11 @@ filled up behind their ends, where a causal model does not look.
 from __future__ import annotations
 
 import hashlib
-import inspect
 import json
-import math
 import os
-import sys
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field, replace
-from functools import cached_property
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -31,15 +28,73 @@ from evaluation.score import PerSample, Score
 from shards.atomic import append_line, canonical_json, whole_lines
 from shards.console import progress_bar
 from shards.errors import GdistillError, UsageError
-from shards.language_model.forward import BatchSize, allow_tf32, in_batches, largest_batch, memory_bytes, resolve_device
+from shards.language_model.forward import (
+    BatchSize,
+    allow_tf32,
+    in_batches,
+    largest_batch,
+    memory_bytes,
+    require_indexable,
+    resolve_device,
+)
 from shards.language_model.loading import find_pretrained, find_tokenizer, load_causal_model
-from trainer.sampling.noise import TokenRule, truncate_to_nucleus
 
-ROWS_AT_A_TIME = 32
 DEFAULT_MAX_TOKENS = 1024
 """Tokens of a text that are read: the length of the paper's samples."""
 UNLIMITED_CONTEXT = 1024
 """Window over texts for models that set no limit (Mamba, Bloom): that of the published numbers."""
+MEMORY_SHARE = 0.5
+"""Part of a GPU's memory, behind the weights, that texts may take."""
+FLOATS_PER_LOGIT, FLOATS_PER_UNIT = 3, 32
+"""Float32 values alive at once for each logit (their log-softmax, a copy) and for each unit of the
+hidden state (a block's activations)."""
+
+
+@dataclass
+class TokenBudget:
+    """How many tokens of several texts go through a judge at once.
+
+    On a GPU as many as fit; what did not fit is remembered. On a CPU, whose results are reproduced
+    bit for bit, one text at a time.
+
+    Attributes:
+        tokens: At most so many, fill included; less for good where memory runs out. One text always
+            goes, whatever its length.
+    """
+
+    tokens: int
+
+    @classmethod
+    def on(cls, device: torch.device, num_logits: int, hidden_size: int, weight_bytes: int) -> TokenBudget:
+        """What fits on a device; the same on every machine with the same device."""
+        if device.type != "cuda":
+            return cls(1)
+        token_bytes = 4 * (FLOATS_PER_LOGIT * num_logits + FLOATS_PER_UNIT * hidden_size)
+        free = max(0, memory_bytes(device) - weight_bytes)
+        return cls(max(1, min(int(MEMORY_SHARE * free) // token_bytes, largest_batch(num_logits, device))))
+
+    def run(self, lengths: Sequence[int], context: int, work: Callable[[list[int]], None]) -> None:
+        """Do ``work`` on every text, longest first, as many at a time as the budget allows.
+
+        Args:
+            lengths: Tokens of each text.
+            context: Tokens of the longest window.
+            work: Takes the texts' indices, longest first; done again with half of them where
+                memory runs out.
+
+        Raises:
+            GdistillError: If a single text does not fit.
+        """
+        order = sorted(range(len(lengths)), key=lambda index: -lengths[index])
+        while order:
+            width = max(1, min(lengths[order[0]], context))
+            group = order[: max(1, self.tokens // width)]
+            order = order[len(group) :]
+            size = BatchSize(len(group))
+
+            in_batches(lambda part, members=group: work(members[part]), len(group), size)
+            if size.rows < len(group):
+                self.tokens = size.rows * width
 
 
 @dataclass(frozen=True)
@@ -55,7 +110,7 @@ class JudgeModel:
         border_ids: Tokens that stand between texts; their predictions do not count.
         weights_sha256: Hash of the weights, so that two judges of one name are told apart.
         products: How its float32 matrix products run: ``float32``, or ``TF32`` on a GPU.
-        room: How much of texts it reads at once.
+        budget: How many tokens it reads at once.
     """
 
     name: str
@@ -66,7 +121,7 @@ class JudgeModel:
     border_ids: tuple[int, ...]
     weights_sha256: str = ""
     products: str = "float32"
-    room: Room = field(default_factory=lambda: Room(1, sys.maxsize))
+    budget: TokenBudget = field(default_factory=lambda: TokenBudget(1))
 
     @property
     def identity(self) -> dict[str, str]:
@@ -106,106 +161,8 @@ def load_judge(name: str, device: str = "cpu") -> JudgeModel:
         border_ids=borders,
         weights_sha256=files.weights_sha256,
         products=allow_tf32(place),
-        room=Room.on(place, files.num_logits, files.hidden_size, weight_bytes),
+        budget=TokenBudget.on(place, files.num_logits, files.hidden_size, weight_bytes),
     )
-
-
-# A text cut into the judge's tokens, each with the judge's surprise: what a report colours.
-
-
-Piece = tuple[str, float | None]
-"""Characters, and nats of the token they end in; None where nothing was scored."""
-
-
-def surprise_pieces(judge: JudgeModel, text: str, reading: JudgedText) -> list[Piece]:
-    """The text in pieces that join to it again, the part behind the judge's limit last.
-
-    Args:
-        judge: Whose tokens they are; without a fast tokenizer the text stays whole.
-        text: The text.
-        reading: What the judge made of it.
-    """
-    spans = token_spans(judge, text, reading)
-    rest = spans[-1][1] if spans else 0
-    pieces = [(text[start:end], value) for start, end, value in spans]
-    return [piece for piece in [*pieces, (text[rest:], None)] if piece[0]]
-
-
-def token_spans(judge: JudgeModel, text: str, reading: JudgedText) -> list[tuple[int, int, float | None]]:
-    """(start, end, nats) of each token of the judge; nats are None where it does not count.
-
-    Characters between two tokens (spaces that a tokenizer skips) belong to the later one, so spans
-    follow each other; of the tokens that write one character together all but the first are empty.
-    Nothing for a judge without a fast tokenizer, which does not say where its tokens end.
-    """
-    if not judge.tokenizer.is_fast:
-        return []
-    encoded = judge.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
-    spans, start = [], 0
-    read = zip(encoded["offset_mapping"], reading.nll_nats, reading.counted, strict=False)
-    for (_, end), nats, counted in read:
-        spans.append((start, max(start, end), nats if counted else None))
-        start = max(start, end)
-    return spans
-
-
-# How much goes through a judge at once, by the memory of its device.
-#
-# On a GPU as many texts as fit, side by side; what did not fit is remembered. On a CPU, whose
-# results are reproduced bit for bit, one text at a time.
-
-
-MEMORY_SHARE = 0.5
-"""Of what the weights leave."""
-FLOATS_PER_LOGIT, FLOATS_PER_UNIT = 3, 32
-"""Float32 values alive at once for each logit (their log-softmax, a copy) and for each unit of the
-hidden state (a block's activations)."""
-
-
-@dataclass
-class Room:
-    """What a judge reads at once.
-
-    Attributes:
-        side_by_side: Most tokens of several texts, filled up to one length; less for good where
-            memory runs out. One text always goes, whatever its length.
-        with_logits: Most tokens whose logits are held at once; longer windows are read in parts.
-    """
-
-    side_by_side: int
-    with_logits: int
-
-    @classmethod
-    def on(cls, device: torch.device, num_logits: int, hidden_size: int, weight_bytes: int) -> Room:
-        """The room on a device; the same on every machine with the same device."""
-        token_bytes = 4 * (FLOATS_PER_LOGIT * num_logits + FLOATS_PER_UNIT * hidden_size)
-        free = max(0, memory_bytes(device) - weight_bytes)
-        tokens = max(1, int(MEMORY_SHARE * free) // token_bytes)
-        tokens = min(tokens, largest_batch(num_logits, device))
-        return cls(tokens if device.type == "cuda" else 1, tokens)
-
-    def fill(self, lengths: Sequence[int], context: int, work: Callable[[list[int]], None]) -> None:
-        """Do ``work`` on every text, longest first, as many at a time as there is room for.
-
-        Args:
-            lengths: Tokens of each text.
-            context: Tokens of the longest window.
-            work: Given the texts' indices, longest first; done again with half of them where
-                memory runs out.
-
-        Raises:
-            GdistillError: If a single text does not fit.
-        """
-        order = sorted(range(len(lengths)), key=lambda index: -lengths[index])
-        while order:
-            width = max(1, min(lengths[order[0]], context))
-            group = order[: max(1, self.side_by_side // width)]
-            order = order[len(group) :]
-            size = BatchSize(len(group))
-
-            in_batches(lambda part, members=group: work(members[part]), len(group), size)
-            if size.rows < len(group):
-                self.side_by_side = size.rows * width
 
 
 # What a judge has read, kept for this user: an interrupted evaluation goes on from there.
@@ -255,11 +212,11 @@ class JudgeMemory:
         identity: What decides the numbers besides the text: names the file.
     """
 
-    def __init__(self, folder: Path | None = None, identity: dict[str, Any] | None = None) -> None:
+    def __init__(self, folder: Path | None, identity: dict[str, Any]) -> None:
         self._texts: dict[str, JudgedText] = {}
         self._file = None
         if folder is not None:
-            name = hashlib.sha256(canonical_json(identity or {})).hexdigest()[:16]
+            name = hashlib.sha256(canonical_json(identity)).hexdigest()[:16]
             self._file = folder / f"{name}.judged"
             self._texts = _read_file(self._file)
 
@@ -310,19 +267,7 @@ def _read_file(file: Path) -> dict[str, JudgedText]:
     return found
 
 
-@dataclass(frozen=True)
-class ReadingLimits:
-    """How a judge reads texts.
-
-    Attributes:
-        context_tokens: Longest window.
-        stride_tokens: Distance between window starts.
-        max_tokens: Texts are truncated to this many tokens, the one in front included.
-    """
-
-    context_tokens: int
-    stride_tokens: int
-    max_tokens: int
+# One reading: windows over token ids.
 
 
 def window_starts(length: int, context: int, stride: int) -> list[tuple[int, int]]:
@@ -341,9 +286,7 @@ def window_starts(length: int, context: int, stride: int) -> list[tuple[int, int
 
 
 @torch.no_grad()
-def token_nll_nats(
-    model: Any, ids: Int[Tensor, "b l"], context: int, stride: int, most_tokens: int = sys.maxsize
-) -> Float[Tensor, "b l"]:
+def token_nll_nats(model: Any, ids: Int[Tensor, "b l"], context: int, stride: int) -> Float[Tensor, "b l"]:
     """Negative log-likelihood in nats of every token under ``model``; 0 at position 0.
 
     Args:
@@ -351,40 +294,14 @@ def token_nll_nats(
         ids: Token ids.
         context: Window length in tokens.
         stride: Distance between window starts in tokens.
-        most_tokens: Tokens whose logits may be held at once.
-
-    Raises:
-        GdistillError: For a longer window, if the model cannot give some of its logits alone.
     """
     result = torch.zeros(ids.shape, dtype=torch.float32, device=ids.device)
     for start, first in window_starts(ids.shape[1], context, stride):
-        window = ids[:, start : start + context]
-        first = max(first, 1)
-        nll = _window_nll(model, window, max(1, most_tokens // len(ids)))
+        window, first = ids[:, start : start + context], max(first, 1)
+        logits = model(input_ids=window, use_cache=False).logits[:, :-1].float()
+        nll = cross_entropy(logits.transpose(1, 2), window[:, 1:], reduction="none")
         result[:, first : start + window.shape[1]] = nll[:, first - start - 1 :]
     return result
-
-
-def _window_nll(model: Any, window: Int[Tensor, "b t"], most: int) -> Float[Tensor, "b t-1"]:
-    """Of all tokens but the first; where the logits are too many, ``most`` positions at a time,
-    each time with the whole pass behind them."""
-    if window.shape[1] <= most:
-        return _nll(model(input_ids=window, use_cache=False).logits[:, :-1], window[:, 1:])
-    if "logits_to_keep" not in inspect.signature(model.forward).parameters:
-        what = "a text is too long for a judge that gives all logits or none"
-        where, remedy = type(model).__name__, f"cut texts with --max-tokens {most}"
-        got = f"{window.shape[1]} tokens"
-        expected = f"at most {most}, whose logits can be held at once"
-        raise GdistillError(what, where=where, got=got, expected=expected, remedy=remedy)
-    parts = []
-    for part in torch.arange(window.shape[1] - 1, device=window.device).split(most):
-        logits = model(input_ids=window, use_cache=False, logits_to_keep=part).logits
-        parts.append(_nll(logits, window[:, 1:][:, part]))
-    return torch.cat(parts, dim=1)
-
-
-def _nll(logits: Float[Tensor, "b n v"], targets: Int[Tensor, "b n"]) -> Float[Tensor, "b n"]:
-    return cross_entropy(logits.float().transpose(1, 2), targets, reduction="none")
 
 
 def counted_positions(ids: Int[Tensor, "b l"], border_ids: Sequence[int]) -> Bool[Tensor, "b l"]:
@@ -392,133 +309,6 @@ def counted_positions(ids: Int[Tensor, "b l"], border_ids: Sequence[int]) -> Boo
     counted = ~torch.isin(ids, torch.tensor([*border_ids], dtype=ids.dtype, device=ids.device))
     counted[:, 0] = False
     return counted
-
-
-def reading_limits(judge: JudgeModel, stride: int | None, max_tokens: int | None) -> ReadingLimits:
-    """Half the judge's context as stride and its context as longest text, unless given.
-
-    Raises:
-        UsageError: When no text could be read that way.
-    """
-    context = judge.context_length
-    if stride is None:
-        stride = max(1, context // 2)
-    if not 1 <= stride <= context:
-        what = "the windows would leave tokens out" if stride > context else "no such stride"
-        expected = f"1..{context}, the context of {judge.name}"
-        remedy = "leave it out for half the context"
-        raise UsageError(what, where="--stride", got=stride, expected=expected, remedy=remedy)
-    if max_tokens is not None and max_tokens < 2:
-        what, where = "nothing would be scored", "--max-tokens"
-        expected = "at least 2: the token in front of a text counts"
-        remedy = "leave it out to read texts whole, up to the context"
-        raise UsageError(what, where=where, got=max_tokens, expected=expected, remedy=remedy)
-    return ReadingLimits(context, stride, context if max_tokens is None else max_tokens)
-
-
-def read_texts(
-    judge: JudgeModel, texts: Sequence[str], limits: ReadingLimits, memory: JudgeMemory | None = None
-) -> list[JudgedText]:
-    """What the judge makes of each text, after retokenizing it with the judge's own tokenizer.
-
-    Args:
-        judge: The model and its tokenizer.
-        texts: Decoded samples.
-        limits: From :func:`reading_limits`.
-        memory: Texts that this judge has read before with these limits, to be asked and added to.
-
-    Raises:
-        GdistillError: When the judge gives a likelihood that is no number.
-    """
-    memory = JudgeMemory() if memory is None else memory
-    new = [text for text in dict.fromkeys(texts) if text not in memory]
-    # verbose=False: the tokenizer would warn of a text longer than the context; windows read it.
-    words: dict[str, bool] = {"add_special_tokens": False, "verbose": False}
-    encoded = [[judge.document_start_id, *judge.tokenizer.encode(text, **words)][: limits.max_tokens] for text in new]
-    if not new:
-        return [memory[text] for text in texts]
-    with progress_bar("perplexity", sum(map(len, encoded))) as bar:
-
-        def read(members: list[int]) -> None:
-            rows = [encoded[index] for index in members]
-            for index, reading in zip(members, _read(judge, rows, limits), strict=True):
-                memory.add(new[index], reading)
-                bar.advance(len(encoded[index]))
-
-        judge.room.fill([len(ids) for ids in encoded], limits.context_tokens, read)
-    return [memory[text] for text in texts]
-
-
-def _read(judge: JudgeModel, rows: list[list[int]], limits: ReadingLimits) -> list[JudgedText]:
-    """Texts side by side; a row that is shorter is filled up behind its end."""
-    ids = side_by_side(rows, judge.document_start_id)
-    counted = counted_positions(ids, judge.border_ids)
-    nll = torch.zeros(ids.shape)
-    if counted.any():
-        on_device = ids.to(judge.model.device)
-        windows = (limits.context_tokens, limits.stride_tokens)
-        nll = token_nll_nats(judge.model, on_device, *windows, judge.room.with_logits).cpu()
-        nll[~counted.any(dim=1)] = 0.0  # as of a text that is not read at all
-    found = []
-    for row, nats, flags in zip(rows, nll, counted, strict=True):
-        own = slice(1, len(row))
-        if not nats[own].isfinite().all():
-            what = "the judge gives a likelihood that is no number"
-            got = f"{int((~nats[own].isfinite()).sum())} of {len(row)} tokens of a text"
-            expected, remedy = "finite weights and logits", "check the judge's weights"
-            raise GdistillError(what, where=judge.name, got=got, expected=expected, remedy=remedy)
-        found.append(JudgedText(tuple(row[own]), tuple(nats[own].tolist()), tuple(flags[own].tolist())))
-    return found
-
-
-def clean_logits(model: Any, rows: Sequence[list[int]], vocab_size: int) -> Iterator[tuple[int, Float[Tensor, "l v"]]]:
-    """(Number of a row, float32 logits of the token behind each of its positions), one pass each.
-
-    Rows of like length go together; what stands behind a row's end is seen by none of it.
-    """
-    order = sorted(range(len(rows)), key=lambda number: len(rows[number]))
-    device = next(model.parameters()).device
-    with progress_bar("certify", len(rows)) as bar:
-        for first in range(0, len(order), ROWS_AT_A_TIME):
-            group = order[first : first + ROWS_AT_A_TIME]
-            longest = len(rows[group[-1]])
-            ids = torch.tensor([rows[n] + [0] * (longest - len(rows[n])) for n in group])
-            with torch.no_grad():
-                logits = model(input_ids=ids.to(device)).logits[..., :vocab_size].float()
-            yield from zip(group, logits, strict=True)
-            bar.advance(len(group))
-
-
-def kept(logits: Float[Tensor, "n v"], rule: TokenRule, slack: float = 0.0) -> Bool[Tensor, "n v"]:
-    """Tokens that the teacher's top-k and nucleus keep.
-
-    Args:
-        logits: The teacher's.
-        rule: With its temperature.
-        slack: Tokens within it of a cut, in nats or in probability, stay too; negative: go too.
-    """
-    if not rule.truncates:
-        return torch.ones_like(logits, dtype=torch.bool)
-    probs = (logits.double() / rule.temperature).softmax(dim=-1)
-    best = probs == probs.amax(dim=-1, keepdim=True)
-    if rule.top_k is not None and rule.top_k < logits.shape[-1]:
-        least = probs.topk(rule.top_k, dim=-1).values[..., -1:] * math.exp(-slack)
-        probs = torch.where((probs >= least) | best, probs, 0.0)
-        probs = probs / probs.sum(dim=-1, keepdim=True)
-    if rule.nucleus_p < 1:
-        p = max(rule.nucleus_p + slack, 1e-9)
-        probs = truncate_to_nucleus(probs, p, rule.nucleus_rule)
-    return (probs > 0) | best
-
-
-def token_margins(
-    scores: Float[Tensor, "n v"], tokens: Int[Tensor, "n"]
-) -> tuple[Float[Tensor, "n"], Int[Tensor, "n"]]:
-    """Score of each token minus the best other score, and whose that is."""
-    own = scores.gather(1, tokens[:, None])
-    others = scores.scatter(1, tokens[:, None], -torch.inf)
-    best, winners = others.max(dim=1)
-    return own[:, 0] - best, winners
 
 
 def side_by_side(rows: Sequence[Sequence[int]], filler: int) -> Int[Tensor, "b l"]:
@@ -529,80 +319,23 @@ def side_by_side(rows: Sequence[Sequence[int]], filler: int) -> Int[Tensor, "b l
     return ids
 
 
-def generative_perplexity(
-    judge: JudgeModel,
-    texts: Sequence[str],
-    *,
-    stride: int | None = None,
-    max_tokens: int | None = None,
-    indices: Sequence[int] | None = None,
-    memory: JudgeMemory | None = None,
-    where: object = "",
-) -> Score:
-    """How likely a judge finds texts.
+Piece = tuple[str, float | None]
+"""Characters, and nats of the token they end in; None where nothing was scored."""
 
-    Two aggregates circulate and differ: ``corpus`` is exp(sum nll / sum tokens) over all texts, the
-    authors' number and the value here; the mean of each text's perplexity stands in the details.
 
-    Args:
-        judge: The model and its tokenizer.
-        texts: Decoded samples; one without a token that counts is left out, and counted in the
-            details.
-        stride: Distance between windows in tokens; half the context unless given.
-        max_tokens: Texts are truncated to this many tokens, the one in front included; the
-            context unless given.
-        indices: Sample indices; 0, 1, ... unless given.
-        memory: See :func:`read_texts`.
-        where: Where the texts come from, for messages.
+@dataclass(frozen=True)
+class ReadingLimits:
+    """How a judge reads texts.
 
-    Raises:
-        UsageError: For a stride or limit of no use.
-        GdistillError: When no text has a token that counts, or the judge gives no finite number.
+    Attributes:
+        context_tokens: Longest window.
+        stride_tokens: Distance between window starts.
+        max_tokens: Texts are truncated to this many tokens, the one in front included.
     """
-    limits = reading_limits(judge, stride, max_tokens)
-    readings = read_texts(judge, texts, limits, memory)
-    named = zip(indices or range(len(texts)), readings, strict=True)
-    scored = [(index, reading) for index, reading in named if any(reading.counted)]
-    if not scored:
-        got = f"{len(texts)} texts without a token besides end-of-text"
-        remedy = "look at the samples' text fields"
-        raise GdistillError("no sample has a token to score", where=where, got=got, remedy=remedy)
-    per_sample = PerSample(
-        indices=tuple(index for index, _ in scored),
-        numerators=tuple(reading.nll_sum_nats for _, reading in scored),
-        denominators=tuple(float(sum(reading.counted)) for _, reading in scored),
-        is_exponential=True,
-    )
-    settings = {
-        **judge.identity,
-        **asdict(limits),
-        "precision": "fp32",
-        "borders": "not counted",
-        "aggregate": "corpus",
-    }
-    score = summarise(per_sample, len(texts) - len(scored), settings)
-    return replace(score, details={**score.details, "products": judge.products})
 
-
-def summarise(per_sample: PerSample, num_empty: int, settings: dict[str, Any]) -> Score:
-    """Both aggregates of texts' likelihoods, and the interval of the corpus aggregate.
-
-    Args:
-        per_sample: Nats and tokens of each text.
-        num_empty: Texts that were left out.
-        settings: What the number depends on.
-    """
-    sums, counts = np.array(per_sample.numerators), np.array(per_sample.denominators)
-    each = np.exp(sums / counts)
-    cautions = (f"{num_empty} texts without a token to score are left out",) if num_empty else ()
-    details = {
-        "per_sample_mean": float(each.mean()),
-        "per_sample_median": float(np.median(each)),
-        "nll_nats_per_token": float(sums.sum() / counts.sum()),
-        "num_tokens": int(counts.sum()),
-        "num_empty": num_empty,
-    }
-    return Score.of("generative_perplexity", per_sample, settings=settings, details=details, cautions=cautions)
+    context_tokens: int
+    stride_tokens: int
+    max_tokens: int
 
 
 @dataclass(frozen=True)
@@ -613,46 +346,173 @@ class Judging:
         judge: The model and its tokenizer.
         limits: Windows and longest text.
         memory: Texts that it has read before.
+        kept: Folder for what it reads; None keeps nothing.
     """
 
     judge: JudgeModel
     limits: ReadingLimits
     memory: JudgeMemory
+    kept: Path | None = None
 
     @classmethod
-    def load(
-        cls,
-        name: str,
-        device: str | None = None,
-        kept: Path | None = None,
-        max_tokens: int | None = None,
-        stride: int | None = None,
+    def of(
+        cls, judge: JudgeModel, kept: Path | None = None, max_tokens: int | None = None, stride: int | None = None
     ) -> Judging:
-        """Load a judge, and refuse limits that it cannot read by before the first text is scored.
+        """Refuse limits that a judge cannot read by before the first text is scored.
 
         Args:
-            name: Hub id or folder.
-            device: None for ``auto``.
+            judge: The model and its tokenizer.
             kept: Folder for what it reads, so that an interrupted evaluation resumes.
             max_tokens: Texts are truncated to this many tokens; None for 1024 and, unless a stride
                 is given, at most the context.
             stride: Tokens between windows; None for half the context.
 
         Raises:
+            UsageError: When no text could be read that way.
+        """
+        context = judge.context_length
+        if max_tokens is None:
+            max_tokens = DEFAULT_MAX_TOKENS if stride is not None else min(DEFAULT_MAX_TOKENS, context)
+        if stride is None:
+            stride = max(1, context // 2)
+        if not 1 <= stride <= context:
+            what = "the windows would leave tokens out" if stride > context else "no such stride"
+            expected = f"1..{context}, the context of {judge.name}"
+            remedy = "leave it out for half the context"
+            raise UsageError(what, where="--stride", got=stride, expected=expected, remedy=remedy)
+        if max_tokens < 2:
+            what, where = "nothing would be scored", "--max-tokens"
+            expected = "at least 2: the token in front of a text counts"
+            remedy = "leave it out to read texts whole, up to the context"
+            raise UsageError(what, where=where, got=max_tokens, expected=expected, remedy=remedy)
+        limits = ReadingLimits(context, stride, max_tokens)
+        return cls(judge, limits, JudgeMemory(kept, {**judge.identity, **asdict(limits)}), kept)
+
+    @classmethod
+    def load(cls, name: str, device: str | None = None, **further: Any) -> Judging:
+        """A judge by hub id or folder, on ``auto`` unless a device is given; see :meth:`of`.
+
+        Raises:
             UsageError: For a judge, device or limit that cannot be used.
         """
-        judge = load_judge(name, device or "auto")
-        if max_tokens is None:
-            within = judge.context_length if stride is None else DEFAULT_MAX_TOKENS
-            max_tokens = min(DEFAULT_MAX_TOKENS, within)
-        limits = reading_limits(judge, stride, max_tokens)
-        return cls(judge, limits, JudgeMemory(kept, {**judge.identity, **asdict(limits)}))
+        found = cls.of(load_judge(name, device or "auto"), **further)
+        window = min(found.limits.context_tokens, found.limits.max_tokens)
+        logits = found.judge.model.get_output_embeddings().weight.shape[0]
+        require_indexable(window * logits, found.judge.model.device, "cut texts with --max-tokens")
+        return found
 
-    def perplexity(self, texts: Sequence[str], **further: Any) -> Score:
-        """Generative perplexity of texts."""
-        limits = {"stride": self.limits.stride_tokens, "max_tokens": self.limits.max_tokens}
-        return generative_perplexity(self.judge, texts, **limits, memory=self.memory, **further)
+    def read(self, texts: Sequence[str]) -> list[JudgedText]:
+        """What the judge makes of each text, after retokenizing it with the judge's own tokenizer.
+
+        Raises:
+            GdistillError: When the judge gives a likelihood that is no number.
+        """
+        judge, limits, memory = self.judge, self.limits, self.memory
+        new = [text for text in dict.fromkeys(texts) if text not in memory]
+        # verbose=False: the tokenizer would warn of a text longer than the context; windows read it.
+        encode = partial(judge.tokenizer.encode, add_special_tokens=False, verbose=False)
+        encoded = [[judge.document_start_id, *encode(text)][: limits.max_tokens] for text in new]
+        if new:
+            with progress_bar("perplexity", sum(map(len, encoded))) as bar:
+
+                def work(members: list[int]) -> None:
+                    rows = [encoded[index] for index in members]
+                    for index, reading in zip(members, self._read(rows), strict=True):
+                        memory.add(new[index], reading)
+                        bar.advance(len(encoded[index]))
+
+                judge.budget.run([len(ids) for ids in encoded], limits.context_tokens, work)
+        return [memory[text] for text in texts]
+
+    def _read(self, rows: list[list[int]]) -> list[JudgedText]:
+        """Texts side by side; a row that is shorter is filled up behind its end."""
+        judge, limits = self.judge, self.limits
+        ids = side_by_side(rows, judge.document_start_id)
+        counted = counted_positions(ids, judge.border_ids)
+        nll = torch.zeros(ids.shape)
+        if counted.any():
+            on_device = ids.to(judge.model.device)
+            nll = token_nll_nats(judge.model, on_device, limits.context_tokens, limits.stride_tokens).cpu()
+            nll[~counted.any(dim=1)] = 0.0  # as of a text that is not read at all
+        found = []
+        for row, nats, flags in zip(rows, nll, counted, strict=True):
+            own = slice(1, len(row))
+            if not nats[own].isfinite().all():
+                what = "the judge gives a likelihood that is no number"
+                got = f"{int((~nats[own].isfinite()).sum())} of {len(row)} tokens of a text"
+                expected, remedy = "finite weights and logits", "check the judge's weights"
+                raise GdistillError(what, where=judge.name, got=got, expected=expected, remedy=remedy)
+            found.append(JudgedText(tuple(row[own]), tuple(nats[own].tolist()), tuple(flags[own].tolist())))
+        return found
+
+    def perplexity(self, texts: Sequence[str], indices: Sequence[int] | None = None, where: object = "") -> Score:
+        """How likely the judge finds texts.
+
+        Two aggregates circulate and differ: ``corpus`` is exp(sum nll / sum tokens) over all texts,
+        the authors' number and the value here; the mean of each text's perplexity stands in the
+        details.
+
+        Args:
+            texts: Decoded samples; one without a token that counts is left out, and counted in the
+                details.
+            indices: Sample indices; 0, 1, ... unless given.
+            where: Where the texts come from, for messages.
+
+        Raises:
+            GdistillError: When no text has a token that counts, or the judge gives no finite number.
+        """
+        named = zip(indices or range(len(texts)), self.read(texts), strict=True)
+        scored = [(index, reading) for index, reading in named if any(reading.counted)]
+        num_empty = len(texts) - len(scored)
+        if not scored:
+            got = f"{len(texts)} texts without a token besides end-of-text"
+            remedy = "look at the samples' text fields"
+            raise GdistillError("no sample has a token to score", where=where, got=got, remedy=remedy)
+        per_sample = PerSample(
+            indices=tuple(index for index, _ in scored),
+            numerators=tuple(reading.nll_sum_nats for _, reading in scored),
+            denominators=tuple(float(sum(reading.counted)) for _, reading in scored),
+            is_exponential=True,
+        )
+        sums, counts = np.array(per_sample.numerators), np.array(per_sample.denominators)
+        each = np.exp(sums / counts)
+        fixed = {"precision": "fp32", "borders": "not counted", "aggregate": "corpus"}
+        return Score.of(
+            "generative_perplexity",
+            per_sample,
+            settings={**self.judge.identity, **asdict(self.limits), **fixed},
+            details={
+                "per_sample_mean": float(each.mean()),
+                "per_sample_median": float(np.median(each)),
+                "nll_nats_per_token": float(sums.sum() / counts.sum()),
+                "num_tokens": int(counts.sum()),
+                "num_empty": num_empty,
+                "products": self.judge.products,
+            },
+            cautions=(f"{num_empty} texts without a token to score are left out",) if num_empty else (),
+        )
+
+    def spans(self, text: str) -> list[tuple[int, int, float | None]]:
+        """(start, end, nats) of each token of a text that was read; nats are None where it does not count.
+
+        Characters between two tokens (spaces that a tokenizer skips) belong to the later one, so
+        spans follow each other; of the tokens that write one character together all but the first
+        are empty. Nothing for a judge without a fast tokenizer, which does not say where its tokens
+        end.
+        """
+        if not self.judge.tokenizer.is_fast:
+            return []
+        encoded = self.judge.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+        reading, spans, start = self.memory[text], [], 0
+        read = zip(encoded["offset_mapping"], reading.nll_nats, reading.counted, strict=False)
+        for (_, end), nats, counted in read:
+            spans.append((start, max(start, end), nats if counted else None))
+            start = max(start, end)
+        return spans
 
     def pieces(self, text: str) -> list[Piece]:
-        """A text that was read, in tokens with their surprise."""
-        return surprise_pieces(self.judge, text, self.memory[text])
+        """A text that was read in pieces that join to it again, the part behind the limit last."""
+        spans = self.spans(text)
+        rest = spans[-1][1] if spans else 0
+        pieces = [(text[start:end], value) for start, end, value in spans]
+        return [piece for piece in [*pieces, (text[rest:], None)] if piece[0]]

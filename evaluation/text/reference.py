@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from jaxtyping import Int
@@ -34,11 +34,10 @@ from evaluation.text.distance import (
     require_enough,
     typicality_gap,
 )
+from evaluation.text.mauve_divergence import TextFeatures, mauve_score, text_features
+from evaluation.text.reading import Judging
 from shards.errors import UsageError
-
-if TYPE_CHECKING:
-    from evaluation.text.mauve_divergence import TextFeatures
-    from evaluation.text.reading import Judging
+from shards.language_model.loading import find_tokenizer
 
 MOST_TRAINING_ROWS = 20_000
 
@@ -89,8 +88,6 @@ class ReferenceText:
         folder = next((folder for folder in folders if folder.is_dir()), None)
         if folder is None:
             return cls(rows.tolist(), "tokens", None, training, place)
-        from shards.language_model.loading import find_tokenizer
-
         tokenizer = find_tokenizer(folder)
         found = cls(rows.tolist(), "tokens", [], training, place, tokenizer, held_out.bos_id)
         found.texts.extend(found.decode(found.rows))  # type: ignore[union-attr]
@@ -137,17 +134,16 @@ class Ruler:
         num_samples: Samples of a set: as many rows are the reference, as many others the floor, or
             half of the text each where it has fewer.
         judging: A judge for scores of its states; None for those that need no model.
-        kept: Folder for states that were read.
 
     Raises:
         UsageError: For too few samples or rows of text.
     """
 
-    def __init__(self, text: ReferenceText, num_samples: int, judging: Judging | None, kept: Path | None) -> None:
+    def __init__(self, text: ReferenceText, num_samples: int, judging: Judging | None) -> None:
         require_enough(num_samples, "samples")
         more = "hold out more rows (corpus.validation_fraction), or give a file of texts"
         require_enough(len(text.rows), text.source, 2 * MIN_SAMPLES, more)
-        self.text, self.judging, self.kept = text, judging, kept
+        self.text, self.judging = text, judging
         self.num_rows = min(num_samples, len(text.rows) // 2)
         # In an order of its own: a corpus may be sorted.
         order = np.random.default_rng(0).permutation(len(text.rows))
@@ -165,10 +161,8 @@ class Ruler:
 
     def features_of(self, texts: Sequence[str]) -> TextFeatures:
         """The judge's states of texts."""
-        from evaluation.text.mauve_divergence import text_features
-
         assert self.judging is not None
-        return text_features(self.judging.judge, texts, self.max_tokens, self.kept)
+        return text_features(self.judging.judge, texts, self.max_tokens, self.judging.kept)
 
     @property
     def max_tokens(self) -> int:
@@ -224,8 +218,6 @@ class Ruler:
         return self._mauve(self._typical, self.features.select(others))
 
     def _mauve(self, ours: TextFeatures, references: TextFeatures) -> Score:
-        from evaluation.text.mauve_divergence import mauve_score
-
         assert self.judging is not None
         return mauve_score(self.judging.judge, ours, references, max_tokens=self.max_tokens)
 

@@ -14,10 +14,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from evaluation.certificate import token_margins
 from evaluation.samples import read_samples
 from evaluation.scorers import make_scorers
 from evaluation.served_certificate import LEAST_P, TIES, Answer, allowed, answers_of, certify_answers, judge
-from evaluation.text.reading import token_margins
 from shards.errors import UsageError
 from tests.commands import call
 from tests.evaluation.kit import Told, one_line, write_lines
@@ -272,8 +272,8 @@ def drawn(model: Any, seeds: range, sharpen: float = 1.0, **settings: Any) -> li
         if temperature == 0:
             found = logits.argmax(dim=-1)
         else:
-            top_k, top_p = settings.get("top_k", 0), settings.get("top_p", 1.0)
-            law = allowed(logits / temperature, top_k, top_p)
+            rule = Answer("", [], [], top_k=settings.get("top_k", 0), top_p=settings.get("top_p", 1.0)).rule
+            law = allowed(logits / temperature, rule)
             places = torch.full((len(seeds),), rows.shape[1] - 1)
             found = draw(law, torch.tensor(list(seeds)), places)
         rows = torch.cat((rows, found[:, None]), dim=1)

@@ -21,7 +21,7 @@ from evaluation.infilling import filled_spans, make_infill_rows, read_infill_row
 from evaluation.maze import Maze
 from evaluation.samples import DataRows, read_data_rows
 from evaluation.text.distance import Estimate
-from evaluation.text.reading import JudgeModel, generative_perplexity, load_judge
+from evaluation.text.reading import JudgeModel, Judging, load_judge
 from evaluation.text.reference import ReferenceText, Ruler
 from shards.errors import GdistillError, UsageError
 from tests.evaluation.kit import evaluate, markov_text, nll_nats, results, scores_by_name, write_lines, write_tokens
@@ -147,7 +147,7 @@ def test_values_of_no_use_are_refused(samples: Path, judge_folder: Path, judge: 
     assert not (samples / "results.json").exists()
     for options in ({"stride": 0}, {"max_tokens": 0}, {"max_tokens": -3}):
         with pytest.raises(UsageError):  # zero is not the default in the library either
-            generative_perplexity(judge, ["a b a b"], **options)  # type: ignore[arg-type]
+            Judging.of(judge, **options)  # type: ignore[arg-type]
 
 
 @contextmanager
@@ -204,7 +204,7 @@ def test_a_judge_of_broken_weights_is_refused(judge_folder: Path) -> None:
     judge = load_judge(str(judge_folder))
     torch.nn.init.constant_(judge.model.lm_head.weight, float("nan"))
     with pytest.raises(GdistillError, match="a likelihood that is no number"):
-        generative_perplexity(judge, ["a b"])
+        Judging.of(judge).perplexity(["a b"])
 
 
 # Against the text: a store of one Markov chain, with samples of the chain and of a coin.
@@ -237,7 +237,7 @@ def test_scores_against_a_store_need_no_model(tmp_path: Path, chain: Path) -> No
     scores = [scores_by_name(part) for part in parts]
     energy = [one["energy_distance"] for one in scores]
     # Rows as long as the samples are: the first 32 tokens.
-    floor = Ruler(ReferenceText.read(chain, 400, 32), 200, None, None).floor
+    floor = Ruler(ReferenceText.read(chain, 400, 32), 200, None).floor
     for one in energy:
         assert one["details"]["floor"] == floor["energy_distance"].value
         assert one["details"]["floor_samples"] == 200 and one["num_samples"] == 200
@@ -276,7 +276,7 @@ def test_a_sweep_is_a_frontier(tmp_path: Path, chain: Path) -> None:
     row = next(line for line in table.splitlines() if line.startswith("mdlm "))
     assert "tau 1" in row and "0.5" in row.split()
     found = results(tmp_path / "out")
-    ruler = Ruler(ReferenceText.read(chain, 300, 32), 150, None, None)
+    ruler = Ruler(ReferenceText.read(chain, 300, 32), 150, None)
     assert found["floor"]["value"] == ruler.floor["energy_distance"].value, "rows of 32 tokens"
     assert found["ranking"] == "energy_distance" and len(found["points"]) == 3
     by_tau = {point["setting"][-1]: point for point in found["points"] if point["model"] == "mdlm"}

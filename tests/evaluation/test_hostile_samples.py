@@ -17,7 +17,6 @@ from typing import Any
 
 import pytest
 
-from evaluation.report import Table
 from evaluation.samples import MAX_LINE_BYTES, drawn_with, find_sample_files, parse_json, read_references, read_samples
 from evaluation.text.reading import readings_folder
 from shards.errors import GdistillError, UsageError, visible
@@ -389,7 +388,7 @@ def test_odd_readings_are_read_again_and_links_not_written(stage: Stage, cache: 
     assert "cannot keep what the judge has read" in told()
 
 
-# The rows that were filled, and what gdistill-eval wrote of others' samples.
+# The rows that were filled.
 
 ROWS = {
     "no truth": {"masked": [1]},
@@ -410,82 +409,6 @@ def test_odd_rows_to_fill(stage: Stage, told: Told) -> None:
         assert stage.run("infill") in (1, 2), name
         said = r"does not fill its row|without its truth .*rows\.jsonl:1|beyond 64 bits"
         assert re.search(said, one_line(told(), name)), name
-
-
-# (part of the results, field) -> values that are not theirs
-NOT_RESULTS: dict[tuple[str, str], list[Any]] = {
-    ("whole", "x"): ["y"],
-    ("file", "scores"): [None, ["x"]],
-    ("file", "name"): [[]],
-    ("file", "nfe_mean"): ["3", True],
-    ("file", "drawn_with"): ["x"],
-    ("file", "code_version"): [[]],
-    ("score", "name"): [[]],
-    ("score", "value"): ["0.5", None, True],
-    ("score", "interval_95"): [[1.0], "ab", [None, None]],
-    ("score", "settings"): ["x"],
-    ("score", "per_sample"): ["x"],
-    ("entries", "indices"): [[0], [0, 0], ["0", "1"], [[0], [1]]],
-    ("entries", "numerators"): [[math.nan, 1.0], [10**30, 1]],
-    ("entries", "denominators"): [[0, 0], [-1, 3]],
-}
-
-
-@pytest.fixture
-def scored(stage: Stage) -> Stage:
-    """Equal scores in both folders."""
-    assert stage.run("infill") == 0
-    shutil.copy(stage.samples / "results.json", stage.sound)
-    return stage
-
-
-def compare(stage: Stage) -> int:
-    words = ("compare", stage.sound, stage.samples, "--out", stage.home / "out")
-    return call("gdistill-eval", *words)
-
-
-def parts(found: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    (file,) = found.values()
-    score = file["scores"][0]
-    return {"whole": found, "file": file, "score": score, "entries": score["per_sample"]}
-
-
-def test_odd_scores_are_not_compared(scored: Stage, told: Told) -> None:
-    assert compare(scored) == 0
-    shutil.rmtree(scored.home / "out")
-    odd = {"nothing": {}, "no entries": results(scored.sound)}
-    parts(odd["no entries"])["entries"].update(indices=[], numerators=[], denominators=[])
-    for (place, field), values in NOT_RESULTS.items():
-        for value in values:
-            found = odd[f"{place}, {field}: {value}"] = results(scored.sound)
-            parts(found)[place][field] = value
-    for name, found in odd.items():
-        (scored.samples / "results.json").write_text(json.dumps(found))
-        told()
-        assert compare(scored) in (1, 2), name
-        one_line(told(), name)
-        assert not (scored.home / "out").exists(), name
-
-
-def test_names_in_scores_stay_text(scored: Stage, capsys: pytest.CaptureFixture[str]) -> None:
-    found = results(scored.sound)
-    parts(found)["file"].update(name=MARKUP + ESCAPES, code_version=MARKUP)
-    parts(found)["score"].update(name="=HYPERLINK()" + MARKUP + ESCAPES)
-    for folder in (scored.samples, scored.sound):
-        (folder / "results.json").write_text(json.dumps(found))
-    assert compare(scored) == 0
-    assert not re.search(r"[\x00-\x09\x0b-\x1f\x7f-\x9f]", capsys.readouterr().out)
-    out = scored.home / "out"
-    assert_inert(out / "report.html")
-    assert "<script" not in (out / "tables.md").read_text()
-    cells = (out / "comparison.csv").read_text().splitlines()[0].split(",")
-    assert not any(cell.strip('"').startswith("=") for cell in cells)
-
-
-def test_a_cell_is_a_formula_or_a_number() -> None:
-    cells = ("=1", "@x", "+cmd", "-cmd", "-0.5", "+.5", "-", "x=1", "\t=1")
-    table = Table("t", cells, ())
-    assert table.to_csv().strip() == r"'=1,'@x,'+cmd,'-cmd,-0.5,+.5,-,x=1,'\t=1"
 
 
 def test_every_character_that_steers_is_spelt_out() -> None:

@@ -28,7 +28,7 @@ from safetensors.torch import load_file
 from benchmarks.synthetic import batch_reader, synthetic_output, unigram
 from benchmarks.synthetic import write_store as write_synthetic
 from evaluation.text.mauve_divergence import text_features
-from evaluation.text.reading import JudgeModel, ReadingLimits, Room, read_texts
+from evaluation.text.reading import JudgeModel, Judging, TokenBudget
 from pipeline.extract import to_host
 from shards.codec.protocol import TeacherOutput
 from shards.codec.registry import make_codec
@@ -309,14 +309,14 @@ def judge(features: bool) -> Counts:
     place = resolve_device("auto")
     most = 32 if features else None
     words = SimpleNamespace(encode=lambda text, **_: [2 + int(digit) for digit in text][:most])
-    room = Room.on(place, SMALL, 32, 0)
-    model = JudgeModel("tiny", tiny_llama().to(place).eval(), words, 32, 0, (0,), room=room)
+    budget = TokenBudget.on(place, SMALL, 32, 0)
+    model = JudgeModel("tiny", tiny_llama().to(place).eval(), words, 32, 0, (0,), budget=budget)
 
     def read(index: int) -> object:
         texts = [str(10 ** (30 + 3 * length) + index) for length in range(7)]
         if features:
             return text_features(model, texts, 32)
-        return read_texts(model, texts, ReadingLimits(32, 16, 64))
+        return Judging.of(model, max_tokens=64).read(texts)
 
     return waits_per(read)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import sys
 from pathlib import Path
@@ -15,7 +14,6 @@ from transformers import AutoTokenizer
 
 from evaluation import likelihood_command
 from evaluation.likelihood.harness import GdistillLM
-from evaluation.likelihood_command import write_tasks
 from shards.errors import UsageError
 from tests.evaluation.kit import Told, write_lines
 from tests.trainer.sampling_cases import tiny_student
@@ -84,39 +82,36 @@ def test_generation_stops_where_it_is_told(model_folder: Path) -> None:
 
 
 def test_the_harness_scores_local_questions(tmp_path: Path, model_folder: Path) -> None:
-    questions = tmp_path / "questions"
+    """Tasks where the completion, and where the context, is one of several."""
+    kinds = {"choice": ("query", "choices", "gold"), "context": ("gold", "context_options", "continuation")}
     choice = {"query": "a b", "choices": ["a", "b b"], "gold": 1}
     context = {"context_options": ["a", "b"], "continuation": "b a", "gold": 0}
-    write_lines(questions / "choice.jsonl", *[choice] * 3)
-    write_lines(questions / "context.jsonl", *[context] * 2)
-    names = write_tasks(questions, tmp_path / "tasks")
-    assert names == ["local_choice", "local_context"]
-    task = json.loads((tmp_path / "tasks/local_choice.yaml").read_text())
-    assert all(metric["higher_is_better"] for metric in task["metric_list"])
+    for name, question, count in (("choice", choice, 3), ("context", context, 2)):
+        file = write_lines(tmp_path / f"{name}.jsonl", *[question] * count)
+        task: dict[str, Any] = {"task": name, "output_type": "multiple_choice", "target_delimiter": " "}
+        task |= {"dataset_path": "json", "dataset_kwargs": {"data_files": {"test": str(file)}}, "test_split": "test"}
+        task |= dict(zip(("doc_to_text", "doc_to_choice", "doc_to_target"), kinds[name], strict=True))
+        task["metric_list"] = [{"metric": "acc", "aggregation": "mean", "higher_is_better": True}]
+        write_lines(tmp_path / f"tasks/{name}.yaml", task)  # JSON is YAML
     from lm_eval.tasks import TaskManager
 
     tasks = TaskManager(include_path=str(tmp_path / "tasks"), include_defaults=False)
     words = f"pretrained={model_folder},draws=2,device=cpu"
-    options = {"tasks": names, "task_manager": tasks, "bootstrap_iters": 0}
+    options = {"tasks": list(kinds), "task_manager": tasks, "bootstrap_iters": 0}
     found = lm_eval.simple_evaluate(model="gdistill", model_args=words, **options)
     assert found is not None
-    accuracy = {name: found["results"][name]["acc,none"] for name in names}
+    accuracy = {name: found["results"][name]["acc,none"] for name in kinds}
     assert set(accuracy.values()) <= {0.0, 1.0, 1 / 3, 2 / 3, 0.5}
     told = found["config"]["scoring"]
     assert told["noise"] == "mean over 2 prior draws" and told["estimate"] == "one_pass"
     model = GdistillLM(str(model_folder), draws=2, device="cpu")
     pairs = [request("a b", f" {choice}") for choice in ("a", "b b")]
     by_hand = [value for value, _ in model.loglikelihood(pairs, disable_tqdm=True)]
-    if accuracy["local_choice"] in (0.0, 1.0):  # each question has noise of its own
-        assert (by_hand[1] > by_hand[0]) == (accuracy["local_choice"] == 1.0)
+    if accuracy["choice"] in (0.0, 1.0):  # each question has noise of its own
+        assert (by_hand[1] > by_hand[0]) == (accuracy["choice"] == 1.0)
 
 
-def test_questions_of_other_fields_and_unknown_arguments_are_refused(tmp_path: Path, model_folder: Path) -> None:
-    with pytest.raises(UsageError, match="no questions"):
-        write_tasks(tmp_path, tmp_path / "out")
-    write_lines(tmp_path / "x.jsonl", {"question": 1})
-    with pytest.raises(UsageError, match="other fields"):
-        write_tasks(tmp_path, tmp_path / "out")
+def test_unknown_arguments_are_refused(model_folder: Path) -> None:
     with pytest.raises(UsageError, match="unknown model_args"):
         GdistillLM(str(model_folder), tau=0.5)
     with pytest.raises(UsageError, match="unknown noise"):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import math
 import shutil
@@ -21,7 +20,7 @@ from torch import Tensor
 
 from evaluation.text import reading
 from evaluation.text.mauve_divergence import TextFeatures, mauve_of_histograms, mauve_score, text_features
-from evaluation.text.reading import JudgeModel, Room
+from evaluation.text.reading import JudgeModel, Judging, TokenBudget, load_judge
 from shards.errors import GdistillError, UsageError
 from tests.evaluation.kit import Told, nll_nats
 
@@ -42,7 +41,7 @@ def save_tensors(folder: Path, tensors: dict[str, Tensor]) -> None:
 def test_a_judge_without_any_border_is_refused(copied: Path) -> None:
     change_json(copied / "tokenizer_config.json", eos_token=None)
     with pytest.raises(GdistillError, match="no token between texts"):
-        reading.load_judge(str(copied))
+        load_judge(str(copied))
 
 
 def test_a_text_is_read_up_to_1024_tokens_unless_a_limit_is_given(copied: Path) -> None:
@@ -50,45 +49,43 @@ def test_a_text_is_read_up_to_1024_tokens_unless_a_limit_is_given(copied: Path) 
     shape = {"vocab_size": 4, "n_layer": 1, "n_head": 1}
     config = transformers.BloomConfig(hidden_size=8, **shape)
     transformers.BloomForCausalLM(config).save_pretrained(copied)
-    judge = reading.load_judge(str(copied))
+    judge = load_judge(str(copied))
     assert judge.context_length == reading.UNLIMITED_CONTEXT
-    assert reading.generative_perplexity(judge, ["a b " * 600]).details["num_tokens"] == 1023
+    assert Judging.of(judge).perplexity(["a b " * 600]).details["num_tokens"] == 1023
     config = transformers.GPT2Config(n_positions=2048, n_embd=8, **shape)
     transformers.GPT2LMHeadModel(config).save_pretrained(copied)
-    assert reading.Judging.load(str(copied)).limits == reading.ReadingLimits(2048, 1024, 1024)
-    assert reading.Judging.load(str(copied), max_tokens=1500).limits.max_tokens == 1500
+    assert Judging.load(str(copied)).limits == reading.ReadingLimits(2048, 1024, 1024)
+    assert Judging.load(str(copied), max_tokens=1500).limits.max_tokens == 1500
 
 
 def test_a_judge_computes_in_float32_and_is_known_by_its_weights(
     copied: Path, judge: JudgeModel, judge_folder: Path, tmp_path: Path
 ) -> None:
-    assert reading.load_judge(str(copied)).weights_sha256 == judge.weights_sha256 != ""
+    assert load_judge(str(copied)).weights_sha256 == judge.weights_sha256 != ""
     ids = torch.tensor([[2, 0, 1]])
     theirs = transformers.AutoModelForCausalLM.from_pretrained(judge_folder)(input_ids=ids)
     assert (judge.model(input_ids=ids).logits - theirs.logits).abs().max() < 1e-5
     weights = load_file(copied / "model.safetensors")
     save_tensors(copied, {name: value.bfloat16() for name, value in weights.items()})
     change_json(copied / "config.json", dtype="bfloat16")
-    other = reading.load_judge(str(copied))
+    other = load_judge(str(copied))
     assert {value.dtype for value in other.model.parameters()} == {torch.float32}
     assert other.weights_sha256 != judge.weights_sha256
     # What one has read is no reading of the other's.
-    reading.Judging.load(str(judge_folder), kept=tmp_path / "kept").perplexity(["a b"])
-    same, changed = (
-        reading.Judging.load(str(folder), kept=tmp_path / "kept").memory for folder in (judge_folder, copied)
-    )
+    Judging.load(str(judge_folder), kept=tmp_path / "kept").perplexity(["a b"])
+    same, changed = (Judging.load(str(folder), kept=tmp_path / "kept").memory for folder in (judge_folder, copied))
     assert "a b" in same and "a b" not in changed
 
 
 def test_the_start_token_of_a_judge_stands_in_front_and_never_counts(copied: Path) -> None:
     """As with ``<s>`` of LLaMA-like judges: a border inside a text is no target."""
     change_json(copied / "tokenizer_config.json", bos_token="<unk>")
-    judge = reading.load_judge(str(copied))
+    judge = load_judge(str(copied))
     assert (judge.document_start_id, judge.border_ids) == (3, (2, 3))
-    plain = reading.generative_perplexity(judge, ["a b a", ""])
+    plain = Judging.of(judge).perplexity(["a b a", ""])
     assert (plain.details["num_tokens"], plain.details["num_empty"]) == (3, 1)
     assert plain.cautions == ("1 texts without a token to score are left out",)
-    bordered = reading.generative_perplexity(judge, ["a b <unk> a <eos> b"])
+    bordered = Judging.of(judge).perplexity(["a b <unk> a <eos> b"])
     assert bordered.details["num_tokens"] == 4
     nll = nll_nats(judge, torch.tensor([3, 0, 1, 0])).sum()
     assert plain.value == pytest.approx(math.exp(nll / 3), rel=1e-5)
@@ -98,7 +95,7 @@ def test_long_texts_are_scored_in_windows_as_one_forward_pass_each(judge: JudgeM
     """Context 16, stride 8, by hand: the second window scores positions 16 to 23 only."""
     ids = torch.tensor([2] + [0, 1, 1] * 7)  # 22 tokens with the one in front
     by_hand = torch.cat([nll_nats(judge, ids[:16]), nll_nats(judge, ids[8:])[7:]])
-    details = reading.generative_perplexity(judge, ["a b b " * 7], stride=8, max_tokens=22).details
+    details = Judging.of(judge, stride=8, max_tokens=22).perplexity(["a b b " * 7]).details
     assert details["num_tokens"] == len(by_hand) == 21
     assert details["nll_nats_per_token"] == pytest.approx(float(by_hand.mean()), rel=1e-5)
 
@@ -106,65 +103,52 @@ def test_long_texts_are_scored_in_windows_as_one_forward_pass_each(judge: JudgeM
 def test_readings_survive_and_are_not_made_twice(
     tmp_path: Path, judge: JudgeModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    limits = reading.reading_limits(judge, None, None)
     texts = ["a b", "b b a", "", "a b"]
-    first = reading.read_texts(judge, texts, limits, reading.JudgeMemory(tmp_path, {"stride": 8}))
+    first = Judging.of(judge, tmp_path).read(texts)
     (file,) = tmp_path.iterdir()
     with open(file, "ab") as torn:  # as a kill in the middle of a line leaves it
         torn.write(b'["0011')
     monkeypatch.setattr(reading, "token_nll_nats", lambda *_: pytest.fail("read again"))
-    again = reading.read_texts(judge, texts, limits, reading.JudgeMemory(tmp_path, {"stride": 8}))
-    assert again == first  # to the last bit
+    assert Judging.of(judge, tmp_path).read(texts) == first  # to the last bit
     assert first[0] == first[3] and first[2].ids == ()
-    other = reading.JudgeMemory(tmp_path, {"stride": 4})
-    assert "a b" not in other  # other windows give other numbers
-    assert file.read_bytes().endswith(b"\n")
+    # Other windows, or another limit, give other numbers.
+    for limits in ({"stride": 4}, {"max_tokens": 8}):
+        assert "a b" not in Judging.of(judge, tmp_path, **limits).memory
 
 
-# Texts side by side, and windows in parts: nine windows of 16 at most.
+# Texts side by side: nine windows of 16 at most.
 
 TEXTS = ["a b b " * 9, "b", "", "a a b " * 2, "<eos>", "b b a " * 7 + "<eos> a", "a b b"]
-LIMITS = reading.ReadingLimits(16, 8, 29)
 
 
-@pytest.fixture
-def passes(judge: JudgeModel, monkeypatch: pytest.MonkeyPatch) -> list[tuple[Tensor, int]]:
-    """(token ids, positions whose logits were given) of each pass."""
-    passes: list[tuple[Tensor, int]] = []
-    forward = judge.model.forward
-
-    @functools.wraps(forward)
-    def noted(input_ids: Tensor, **options: Any) -> Any:
-        output = forward(input_ids=input_ids, **options)
-        passes.append((input_ids, output.logits.shape[0] * output.logits.shape[1]))
-        return output
-
-    monkeypatch.setattr(judge.model, "forward", noted)
-    return passes
+def judging(judge: JudgeModel, tokens: int = 1) -> Judging:
+    return Judging.of(replace(judge, budget=TokenBudget(tokens)), stride=8, max_tokens=29)
 
 
 @pytest.mark.parametrize("tokens", [7, 16, 40, 1000])
-@pytest.mark.parametrize("with_logits", [3, 16, 1000])
-def test_texts_side_by_side_and_windows_in_parts_read_like_each_alone(
-    judge: JudgeModel, tokens: int, with_logits: int, passes: list[tuple[Tensor, int]]
+def test_texts_side_by_side_read_like_each_alone(
+    judge: JudgeModel, tokens: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A logit of this judge is a sum of 8 terms of size below 1."""
-    alone = reading.read_texts(judge, TEXTS, LIMITS)
-    passes.clear()
-    found = reading.read_texts(replace(judge, room=Room(tokens, with_logits)), TEXTS, LIMITS)
+    alone, passes, forward = judging(judge).read(TEXTS), [], judge.model.forward
+
+    def noted(input_ids: Tensor, **options: Any) -> Any:
+        passes.append(input_ids)
+        return forward(input_ids=input_ids, **options)
+
+    monkeypatch.setattr(judge.model, "forward", noted)
+    found = judging(judge, tokens).read(TEXTS)
     for one, other in zip(alone, found, strict=True):
         assert (one.ids, one.counted) == (other.ids, other.counted)
         assert other.nll_nats == pytest.approx(one.nll_nats, rel=0, abs=1e-5)
     assert found[4].nll_nats == (0.0,), "of a text without a token that counts"
-    assert all(len(ids) == 1 or ids.numel() <= tokens for ids, _ in passes)
-    assert all(logits <= max(with_logits, len(ids)) for ids, logits in passes)
-    if tokens == 1000 == with_logits:
+    assert all(len(ids) == 1 or ids.numel() <= tokens for ids in passes)
+    if tokens == 1000:
         assert len(passes) == 3, "one for each window of the longest"
 
 
 def test_what_did_not_fit_is_remembered(judge: JudgeModel, monkeypatch: pytest.MonkeyPatch, told: Told) -> None:
-    together = replace(judge, room=Room(100, 1000))
-    alone = reading.read_texts(judge, TEXTS, LIMITS)
+    together, alone = judging(judge, 100), judging(judge).read(TEXTS)
     forward, sizes = judge.model.forward, []
 
     def small(input_ids: Tensor, **options: Any) -> Any:
@@ -174,35 +158,24 @@ def test_what_did_not_fit_is_remembered(judge: JudgeModel, monkeypatch: pytest.M
         return forward(input_ids=input_ids, **options)
 
     monkeypatch.setattr(judge.model, "forward", small)
-    found = reading.read_texts(together, TEXTS, LIMITS)
-    assert [one.ids for one in found] == [one.ids for one in alone]
-    assert together.room.side_by_side <= 40 and max(sizes) > 40
+    assert [one.ids for one in together.read(TEXTS)] == [one.ids for one in alone]
+    assert together.judge.budget.tokens <= 40 and max(sizes) > 40
     failed = sum(size > 40 for size in sizes)
-    reading.read_texts(together, [text + " b" for text in TEXTS], LIMITS)
+    together.read([text + " b" for text in TEXTS])
     assert sum(size > 40 for size in sizes) == failed, "tried once in a process"
     assert told().count("out of memory") == failed
 
 
-def test_a_text_whose_logits_nobody_can_hold_is_refused(judge: JudgeModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    forward = judge.model.forward
-    monkeypatch.setattr(judge.model, "forward", lambda input_ids, use_cache: forward(input_ids))
-    with pytest.raises(GdistillError, match=r"or none.*got 16 tokens; expected at most 5, "):
-        reading.read_texts(replace(judge, room=Room(1, 5)), TEXTS, LIMITS)
-
-
-def test_room_is_sized_by_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_budget_is_sized_by_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """GPT-2 Large and a vocabulary of 151,936 on 40 GB; a CPU reads one text at a time."""
     memory = SimpleNamespace(total_memory=40 * 10**9)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: memory)
     gpu, weights = torch.device("cuda"), 3 * 10**9
-    room = Room.on(gpu, 50_257, 1280, weights)
-    assert room.side_by_side == room.with_logits == 18_500_000_000 // (4 * 191_731)
-    assert room.side_by_side // 1024 == 23
+    assert TokenBudget.on(gpu, 50_257, 1280, weights).tokens == 18_500_000_000 // (4 * 191_731) == 23 * 1024 + 570
     monkeypatch.setattr(memory, "total_memory", 10**12)
-    wide = Room.on(gpu, 151_936, 1280, weights)
-    assert wide.with_logits * 151_936 < 2**31 <= (wide.with_logits + 1) * 151_936
-    host = Room.on(torch.device("cpu"), 151_936, 1280, weights)
-    assert host.side_by_side == 1 and host.with_logits > 1
+    wide = TokenBudget.on(gpu, 151_936, 1280, weights).tokens
+    assert wide * 151_936 < 2**31 <= (wide + 1) * 151_936
+    assert TokenBudget.on(torch.device("cpu"), 151_936, 1280, weights).tokens == 1
 
 
 # MAUVE: mauve-text's own number from text to score, and every seed in it.
@@ -243,7 +216,7 @@ def test_texts_side_by_side_have_the_features_of_each_alone(judge: JudgeModel) -
     """One block of 8 units: float32 sums of 8 and 32 terms below 2 in another order."""
     given = [*texts(1, 0.3), "a"]
     alone = text_features(judge, given, MOST)
-    together = text_features(replace(judge, room=Room(64, 1000)), given, MOST)
+    together = text_features(replace(judge, budget=TokenBudget(64)), given, MOST)
     assert np.array_equal(alone.num_tokens, together.num_tokens)
     np.testing.assert_allclose(together.values, alone.values, rtol=0, atol=2e-5)
 

@@ -21,7 +21,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from evaluation.score import PerSample, Score, bootstrap_draws, mean_interval, percentile_interval, wilson_interval
 from evaluation.text import distance
-from evaluation.text.reading import counted_positions, summarise, token_nll_nats, window_starts
+from evaluation.text.reading import JudgedText, JudgeModel, Judging, counted_positions, token_nll_nats, window_starts
 from evaluation.text.reference import ReferenceText, Ruler, words_of
 from shards.errors import UsageError
 from tests.evaluation.kit import markov_text, write_tokens
@@ -98,10 +98,13 @@ def test_repetition_is_counted_within_a_sample() -> None:
     assert (twice.details["repeated_4"], twice.details["distinct_3"]) == (0.0, 0.5)
 
 
-def test_both_aggregates_of_perplexity_by_hand() -> None:
+def test_both_aggregates_of_perplexity_by_hand(judge: JudgeModel) -> None:
     """Texts of perplexity 2, 4 and 32 over 1, 1 and 4 tokens: every way to average differs."""
-    nats = (math.log(2), math.log(4), 4 * math.log(32))
-    score = summarise(PerSample((0, 1, 2), nats, (1.0, 1.0, 4.0), True), 0, {})
+    judging = Judging.of(judge)
+    for text, nats in (("x", (math.log(2), 7.0)), ("y", (math.log(4), 7.0)), ("z", (math.log(32),) * 4)):
+        counted = tuple(value != 7 for value in nats)  # an end of text does not count
+        judging.memory.add(text, JudgedText((1,) * len(nats), nats, counted))
+    score = judging.perplexity(["x", "y", "z"])
     assert score.value == pytest.approx(2 ** (23 / 6))
     assert score.details["per_sample_mean"] == pytest.approx(38 / 3)
     assert score.details["per_sample_median"] == pytest.approx(4.0)
@@ -267,10 +270,10 @@ def test_few_samples_say_nothing() -> None:
 def test_the_floor_of_a_sorted_text_is_that_of_any_other() -> None:
     rows = np.concatenate([markov_text(200, 32, 1), np.zeros((200, 32), dtype=int)])
     text = ReferenceText(rows.tolist(), "tokens", None, None, Path("x"))
-    floor = Ruler(text, 200, None, None).floor["energy_distance"]
+    floor = Ruler(text, 200, None).floor["energy_distance"]
     assert floor.low < 0 < floor.high
     with pytest.raises(UsageError, match="got 200; expected at least 256"):
-        Ruler(replace(text, rows=text.rows[:200]), 200, None, None)
+        Ruler(replace(text, rows=text.rows[:200]), 200, None)
 
 
 def test_texts_of_a_store_are_written_as_samples_are(tmp_path: Path, judge_folder: Path) -> None:
