@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, get_args
+from typing import Any, get_args
 
 import torch
 import typer
@@ -20,11 +20,11 @@ from shards.codec.protocol import Codec
 from shards.codec.registry import make_codec
 from shards.console import progress_bar
 from shards.errors import GdistillError, UsageError, visible
-from shards.language_model.forward import DtypeName
+from shards.language_model.forward import DtypeName, resolve_device
 from shards.noise.kinds import Noise
 from trainer.sampling.coupled import gumbel_scores, require_whole_noise
 from trainer.sampling.noise import STEPS_PER_ATTEMPT, NucleusRule, TokenRule, sampling_noise, truncate_to_nucleus
-from trainer.sampling.verifier import Verifier
+from trainer.sampling.verifier import Verifier, load_verifier
 from trainer.students.configuration import grouped
 
 ROWS_AT_A_TIME = 32
@@ -415,51 +415,13 @@ def _row(values: Mapping[str, Any], where: str, vocab_size: int) -> DrawnRow:
     return DrawnRow(index, tokens, sorted({*filled} - {0}), attempt)  # type: ignore[misc,arg-type]
 
 
-# ``gdistill-eval certify``: are the samples the teacher's own decode of their noise?
+def certify_samples(samples: Path, teacher: str, out: Path | None, device: str) -> None:
+    """``gdistill-eval certify`` of samples on disk; see the options of the command.
 
-
-def certify(
-    source: Annotated[
-        str,
-        typer.Argument(
-            metavar="SAMPLES",
-            help="Folder or .jsonl file of gdistill-sample; or the URL of an OpenAI-compatible "
-            'server, or a .jsonl file of its answers: {"request": ..., "answer": ...}.',
-        ),
-    ],
-    teacher: Annotated[str, typer.Option(help="Causal LM: local folder, or a hub id in its cache.")],
-    out: Annotated[
-        Path | None, typer.Option(help="Folder for certificate.json (the samples' own; of a server here).")
-    ] = None,
-    device: Annotated[str, typer.Option(help="auto, cpu, cuda.")] = "auto",
-    noise: Annotated[
-        str | None, typer.Option(help="Of a server: murmur3, murmur3-float64, if answers do not name it.")
-    ] = None,
-    dtype: Annotated[str, typer.Option(help="Of a server: the precision that it computes in.")] = "float32",
-    num: Annotated[int, typer.Option(help="Of a URL: answers to ask for.")] = 32,
-    prompt: Annotated[str, typer.Option(help="Of a URL: what is asked.")] = "Once upon a time",
-    request: Annotated[
-        str, typer.Option(help="Of a URL: further fields of the request, JSON.")
-    ] = '{"max_tokens": 100, "temperature": 1, "seed": 0}',
-) -> None:
-    """Find the noise of each sample again and compare each token with argmax(l + tau xi).
-
-    Samples that a teacher has verified must agree everywhere, or the command fails; those of a
-    student get the share that does. The teacher computes in the precision that verified them, which
-    the certificate names (float32 where none did); ties within its rounding are listed there.
-
-    Answers of a server must be argmax(l / T + g) where the noise is known, and greedy ones argmax
-    l; else their surprise must be the model's entropy, or the command fails.
+    Raises:
+        UsageError: For samples that cannot be certified, or by this teacher.
+        GdistillError: When a verified sample is not the teacher's, or a file is damaged.
     """
-    from evaluation.served_certificate import certify_served, is_served
-
-    if is_served(source):
-        certify_served(source, teacher, out, device, noise, dtype, num, prompt, request)
-        return
-    samples = Path(source)
-    from shards.language_model.forward import resolve_device
-    from trainer.sampling.verifier import load_verifier
-
     files = [read_drawn(file) for file in find_sample_files(samples)]
     place, found, broken = resolve_device(device), {}, []
     for drawn in files:

@@ -8,7 +8,6 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from evaluation.certificate import certify
 from evaluation.frontier import check_scores, frontier
 from evaluation.infilling import rows
 from evaluation.likelihood_command import perplexity
@@ -16,6 +15,7 @@ from evaluation.passes import passes
 from evaluation.report import write_scores
 from evaluation.samples import find_sample_files, read_samples
 from evaluation.scorers import make_scorers
+from evaluation.served_certificate import certify
 from evaluation.text.reading import readings_folder
 from shards.atomic import require_writable
 from shards.console import LogFormatOption, command_app, run_command, use_log_format

@@ -21,7 +21,7 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import requests
 import torch
@@ -29,7 +29,7 @@ import typer
 from jaxtyping import Float
 from torch import Tensor
 
-from evaluation.certificate import clean_logits, decide, kept
+from evaluation.certificate import certify_samples, clean_logits, decide, kept
 from evaluation.samples import read_records
 from shards.atomic import require_writable, write_json_atomic
 from shards.errors import GdistillError, UsageError
@@ -424,23 +424,42 @@ def is_served(source: str) -> bool:
     return isinstance(first, dict) and {"request", "answer"} <= first.keys()
 
 
-def certify_served(
-    source: str,
-    teacher: str,
-    out: Path | None,
-    device: str,
-    noise: str | None,
-    dtype: str,
-    num: int,
-    prompt: str,
-    request: str,
+def certify(
+    source: Annotated[
+        str,
+        typer.Argument(
+            metavar="SAMPLES",
+            help="Folder or .jsonl file of gdistill-sample; or the URL of an OpenAI-compatible "
+            'server, or a .jsonl file of its answers: {"request": ..., "answer": ...}.',
+        ),
+    ],
+    teacher: Annotated[str, typer.Option(help="Causal LM: local folder, or a hub id in its cache.")],
+    out: Annotated[
+        Path | None, typer.Option(help="Folder for certificate.json (the samples' own; of a server here).")
+    ] = None,
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda.")] = "auto",
+    noise: Annotated[
+        str | None, typer.Option(help="Of a server: murmur3, murmur3-float64, if answers do not name it.")
+    ] = None,
+    dtype: Annotated[str, typer.Option(help="Of a server: the precision that it computes in.")] = "float32",
+    num: Annotated[int, typer.Option(help="Of a URL: answers to ask for.")] = 32,
+    prompt: Annotated[str, typer.Option(help="Of a URL: what is asked.")] = "Once upon a time",
+    request: Annotated[
+        str, typer.Option(help="Of a URL: further fields of the request, JSON.")
+    ] = '{"max_tokens": 100, "temperature": 1, "seed": 0}',
 ) -> None:
-    """``gdistill-eval certify`` of a server; see the options of the command.
+    """Find the noise of each sample again and compare each token with argmax(l + tau xi).
 
-    Raises:
-        UsageError: For a request that is no JSON object, or an unknown precision.
-        GdistillError: When the answers are not what the model should have drawn.
+    Samples that a teacher has verified must agree everywhere, or the command fails; those of a
+    student get the share that does. The teacher computes in the precision that verified them, which
+    the certificate names (float32 where none did); ties within its rounding are listed there.
+
+    Answers of a server must be argmax(l / T + g) where the noise is known, and greedy ones argmax
+    l; else their surprise must be the model's entropy, or the command fails.
     """
+    if not is_served(source):
+        certify_samples(Path(source), teacher, out, device)
+        return
     if dtype not in TIES:
         raise UsageError("unknown precision", where="--dtype", got=dtype, expected=", ".join(TIES))
     files = find_pretrained(teacher, role="teacher", local_files_only=True)

@@ -14,7 +14,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from evaluation.certificate import token_margins
 from evaluation.samples import read_samples
 from evaluation.scorers import make_scorers
 from evaluation.served_certificate import LEAST_P, TIES, Answer, allowed, answers_of, certify_answers, judge
@@ -142,12 +141,6 @@ def test_what_cannot_be_certified_is_named(models: Path, tmp_path: Path, told: T
     unseeded = ({k: v for k, v in record.items() if k != "seed"} for record in records)
     write_lines(coupled / "samples.jsonl", *unseeded)
     assert "no recorded seed" in refusal(told, coupled, teacher)
-
-
-def test_margins_by_hand() -> None:
-    scores = torch.tensor([[1.0, 3.0, 2.0], [5.0, 5.0, 0.0]], dtype=torch.float64)
-    margins, winners = token_margins(scores, torch.tensor([2, 0]))
-    assert margins.tolist() == [-1.0, 0.0] and winners.tolist() == [1, 1]
 
 
 # Students that have their verifier on board.

@@ -84,18 +84,6 @@ def test_details_of_success_by_hand() -> None:
 # What the benchmark of the maze compares with: the optimum, and the teacher's own decode.
 
 
-def test_optimum_by_hand() -> None:
-    """Two equally likely sequences 00 and 11: one step gives 1/2; two steps can use the first."""
-    language, weights = np.array([[0, 0], [1, 1]]), np.array([0.5, 0.5])
-    assert maze_task.optimal_success(language, weights, 1)[0] == pytest.approx(0.5)
-    two, each = maze_task.optimal_success(language, weights, 2)
-    # Both tokens in the same step with chance 1/2 (success 1/2), else the second one is certain.
-    assert two == pytest.approx(0.75, abs=1e-4)
-    assert each == pytest.approx([two / 2, two / 2])
-    factorised = np.array([[a, b] for a in range(2) for b in range(3)])
-    assert maze_task.optimal_success(factorised, np.full(6, 1 / 6), 1)[0] == pytest.approx(1.0)
-
-
 def test_optimum_by_enumeration() -> None:
     """Every way to divide four tokens over three steps, each row of the language by itself."""
     language = np.array([[0, 1, 2, 0], [0, 2, 1, 1], [1, 1, 1, 0], [2, 1, 2, 2], [2, 0, 1, 2]])
@@ -112,11 +100,10 @@ def test_optimum_by_enumeration() -> None:
             expected[number] += chance
     total, each = maze_task.optimal_success(language, weights, 3)
     assert each == pytest.approx(expected) and total == pytest.approx(expected.sum())
-
-
-def test_rows_of_paths_pads_with_eos() -> None:
-    ids = {"<eos>": 1, "up": 2, "down": 3, "left": 4, "right": 5}
+    ids = {"<eos>": 1, "up": 2, "left": 4}
     assert maze_task.rows_of_paths([("up", "left")], 4, ids).tolist() == [[2, 4, 1, 1]]
+    factorised = np.array([[a, b] for a in range(2) for b in range(3)])
+    assert maze_task.optimal_success(factorised, np.full(6, 1 / 6), 1)[0] == pytest.approx(1.0)
 
 
 def test_a_cell_pools_samples_not_runs() -> None:
@@ -225,13 +212,6 @@ def test_pieces_join_to_the_text_and_wait_for_whole_characters() -> None:
     assert pieces[:3] == ("a", "", "é")
 
 
-def test_a_row_of_a_maze_says_whether_it_arrives() -> None:
-    read = passes.reader_of_maze(MAZE, WORDS)
-    good = torch.tensor([0, 2, 5, 5, 3, 1])
-    assert read(good, [0, 1, 1, 1, 1, 1]).verdict == "reaches T"
-    assert read(good.flip(0), [0, 1, 1, 1, 1, 1]).verdict == "does not reach T"
-
-
 def data_of(page: str) -> dict:
     (found,) = re.findall(r'<script type="application/json" id="data">(.*?)</script>', page)
     return json.loads(found)
@@ -251,6 +231,8 @@ def test_the_page_holds_every_budget_and_noise_and_loads_nothing(tmp_path: Path)
     assert data["title"] == "<b>" and data["budgets"] == [1, 4] and data["num_samples"] == 3
     assert data["maze"]["rows"] == ["...", "S#T"]
     drawn, shown = data["columns"]
+    good = read(torch.tensor([0, 2, 5, 5, 3, 1]), [0, 1, 1, 1, 1, 1])
+    assert good.verdict == "reaches T" and read(torch.tensor([0, 2, 1]), [0, 1, 1]).verdict == "does not reach T"
     assert drawn["role"] == "noise" and [len(rows) for rows in drawn["samples"].values()] == [3, 3]
     assert max(drawn["samples"]["1"][0]["passes"]) == 1
     assert shown["samples"]["own"][0]["pieces"][-1] == "</script>"

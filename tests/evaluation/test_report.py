@@ -5,17 +5,13 @@ from __future__ import annotations
 import html
 import json
 import re
-import shutil
-import subprocess
 from pathlib import Path
 
-import numpy as np
 import pytest
 from matplotlib import rcParams
-from matplotlib.colors import to_rgb
 from matplotlib.image import imread
 
-from evaluation.figures import PALETTE, figure_file, look
+from evaluation.figures import figure_file, look
 from evaluation.report import MAX_COLUMNS, MAX_ROWS, ShownSample, Table, write_report
 from evaluation.text.reading import JudgeModel, Judging
 from tests.evaluation.kit import Page
@@ -106,72 +102,7 @@ def test_pieces_join_to_the_text_and_carry_the_judges_nats(judge: JudgeModel) ->
     assert [piece.strip() for piece, _ in pieces] == ["a", "b", "<eos>", "a", "b"]
 
 
-def inspect(chromium: str, page: Path, width: int, is_dark: bool) -> list[str]:
-    """What a browser makes of the page in a frame of some width: widths, colours, title."""
-    frame = page.with_name("frame.html")
-    measured = (
-        "const d=f.contentDocument,e=d.documentElement,s=f.contentWindow.getComputedStyle(d.body);"
-        "document.title=[e.scrollWidth,e.clientWidth,s.backgroundColor,s.color,d.title,"
-        "d.querySelectorAll('details[open]').length,d.querySelectorAll('script').length].join('|')"
-    )
-    frame.write_text(
-        f'<meta charset="utf-8"><iframe id="f" width="{width}" height="800" style="border:0" '
-        f'srcdoc="{html.escape(page.read_text())}" onload="{html.escape(measured)}"></iframe>'
-    )
-    command = [chromium, "--headless", "--no-sandbox", "--disable-gpu", "--dump-dom"]
-    command += [f"--user-data-dir={page.parent / 'profile'}"]
-    command += [f"--blink-settings=preferredColorScheme={0 if is_dark else 1}", frame.as_uri()]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=180, check=True)
-    title = re.search(r"<title>(.*?)</title>", done.stdout)
-    assert title is not None, done.stdout[:300]
-    return html.unescape(title.group(1)).split("|")
-
-
-@pytest.mark.parametrize(("width", "is_dark"), [(360, True), (1200, False)])
-def test_a_browser_shows_it_at_any_width_and_in_the_dark(tmp_path: Path, width: int, is_dark: bool) -> None:
-    chromium = next(filter(None, map(shutil.which, ("chromium", "chromium-browser"))), None)
-    if chromium is None:
-        pytest.skip("no Chromium is installed")
-    cell = "a rather long cell that never wraps " * 3
-    table = Table("Wide", ("x", *map(str, range(8))), ((EVIL, *([cell] * 8)),))
-    sample = ShownSample(EVIL, [("word " * 40, 2.0), ("w" * 300, 9.0), (EVIL, None)])
-    samples = {"one": {0: sample, 1: sample}, "two": {0: sample}}
-    page = write_report(tmp_path, title="Scores", summary="s", tables=[table], results={}, samples=samples)
-    found = inspect(chromium, page, width, is_dark)
-    scroll, client, background, colour, title, num_open, num_scripts = found
-    assert int(scroll) <= int(client) <= width  # nothing sticks out to the side
-    bright = [sum(map(float, re.findall(r"[\d.]+", c)[:3])) / 3 for c in (background, colour)]
-    assert (bright[0] < 60) == is_dark and abs(bright[0] - bright[1]) > 120
-    assert (title, num_open, num_scripts) == ("Scores", "2", "0")
-
-
 # The look that all figures share.
-
-# Machado, Oliveira & Fernandes 2009, severity 1: how linear RGB reaches an eye without one cone.
-BLINDNESS = {
-    "protanopia": [[0.152286, 1.052583, -0.204868], [0.114503, 0.786281, 0.099216],
-                   [-0.003882, -0.048116, 1.051998]],
-    "deuteranopia": [[0.367322, 0.860646, -0.227968], [0.280085, 0.672501, 0.047413],
-                     [-0.011820, 0.042940, 0.968881]],
-}  # fmt: skip
-
-
-def lab(colour: str, eye: list[list[float]]) -> np.ndarray:
-    """CIELAB (D65) of an sRGB colour as that eye sees it."""
-    srgb = np.array(to_rgb(colour))
-    linear = np.where(srgb <= 0.04045, srgb / 12.92, ((srgb + 0.055) / 1.055) ** 2.4)
-    seen = np.clip(np.array(eye) @ linear, 0, 1)
-    to_xyz = [[0.4124, 0.3576, 0.1805], [0.2126, 0.7152, 0.0722], [0.0193, 0.1192, 0.9505]]
-    ratio = np.array(to_xyz) @ seen / np.array([0.9505, 1.0, 1.089])
-    f = np.where(ratio > 0.008856, np.cbrt(ratio), 7.787 * ratio + 16 / 116)
-    return np.array([116 * f[1] - 16, 500 * (f[0] - f[1]), 200 * (f[1] - f[2])])
-
-
-@pytest.mark.parametrize("eye", BLINDNESS.values(), ids=list(BLINDNESS))
-def test_colour_blind_people_can_tell_the_first_colours_apart(eye: list[list[float]]) -> None:
-    seen = [lab(colour, eye) for colour in PALETTE[:6]]
-    nearest = min(np.linalg.norm(a - b) for i, a in enumerate(seen) for b in seen[:i])
-    assert nearest > 10  # red and green of equal lightness come to less than 5
 
 
 def test_no_two_of_many_series_look_alike() -> None:
