@@ -47,7 +47,12 @@ def perplexity(
     scored = []
     for place, part in read:
         store = next((p for p in (place, place / "store") if (p / MANIFEST_FILE).is_file()), None)
-        for source in _sources(noise, folder.student.is_conditioned, store is not None):
+        known: Any = ("prior",) if store is None else ("posterior", "prior")
+        if noise != "all":
+            known = (noise,)
+        elif not folder.student.is_conditioned:
+            known = ("none",)
+        for source in known:
             score = validation_perplexity(
                 folder.student,
                 part,
@@ -79,14 +84,6 @@ def perplexity(
     )
     typer.echo(table.to_text())
     typer.echo(f"wrote {out / 'results.json'} and {page}")
-
-
-def _sources(noise: str, is_conditioned: bool, has_store: bool) -> list[Any]:
-    if noise != "all":
-        return [noise]
-    if not is_conditioned:
-        return ["none"]
-    return ["posterior", "prior"] if has_store else ["prior"]
 
 
 def _table(scored: list[tuple[str, Score]]) -> Table:

@@ -94,23 +94,6 @@ def open_regular(file: Path) -> IO[bytes]:
     return open(file, "rb")
 
 
-def read_object(file: Path) -> dict[str, Any]:
-    """The one JSON object of a file.
-
-    Raises:
-        OSError: When it cannot be read.
-        ValueError: When it is something else.
-    """
-    with open_regular(file) as stream:
-        content = stream.read(MAX_FILE_BYTES + 1)
-    if len(content) > MAX_FILE_BYTES:
-        raise ValueError(f"more than {MAX_FILE_BYTES} bytes")
-    value = parse_json(content)
-    if not isinstance(value, dict):
-        raise ValueError(f"{type(value).__name__}, no JSON object")
-    return value
-
-
 def parse_json(content: bytes) -> Any:
     """The value of a JSON text, if every other reader would find the same in it.
 
@@ -507,7 +490,14 @@ def _read_settings(file: Path) -> dict[str, Any]:
     if not file.exists() and not file.is_symlink():
         return {}
     try:
-        return read_object(file)
+        with open_regular(file) as stream:
+            content = stream.read(MAX_FILE_BYTES + 1)
+        if len(content) > MAX_FILE_BYTES:
+            raise ValueError(f"more than {MAX_FILE_BYTES} bytes")
+        value = parse_json(content)
+        if not isinstance(value, dict):
+            raise ValueError(f"{type(value).__name__}, no JSON object")
+        return value
     except (OSError, ValueError) as error:
         what, expected = "the settings beside the samples cannot be read", "a JSON object"
         where = f"{file}:{getattr(error, 'lineno', 1)}"

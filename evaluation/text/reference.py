@@ -207,19 +207,16 @@ class Ruler:
         halves = np.array_split(self._typical.means.astype(np.float64), 2)
         return found | {"typicality_gap": typicality_gap(halves[0], self.states, halves[1])}
 
-    def mauve(self, features: TextFeatures) -> Score:
-        """MAUVE of texts against all texts of the reference, as it is published."""
-        return self._mauve(features, self.features)
+    def mauve(self, features: TextFeatures, references: TextFeatures | None = None) -> Score:
+        """MAUVE of texts against all texts of the reference, as it is published, unless others are given."""
+        assert self.judging is not None
+        return mauve_score(self.judging.judge, features, references or self.features, max_tokens=self.max_tokens)
 
     @cached_property
     def mauve_floor(self) -> Score:
         """MAUVE of the text's own rows against its other ones."""
         others = np.setdiff1d(np.arange(len(self.text.rows)), self.own)
-        return self._mauve(self._typical, self.features.select(others))
-
-    def _mauve(self, ours: TextFeatures, references: TextFeatures) -> Score:
-        assert self.judging is not None
-        return mauve_score(self.judging.judge, ours, references, max_tokens=self.max_tokens)
+        return self.mauve(self._typical, self.features.select(others))
 
     def scores(self, samples: SampleSet) -> list[Score]:
         """All scores of a file of samples against the text, MAUVE among them with a judge."""
