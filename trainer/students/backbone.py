@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from abc import ABC
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -249,11 +248,6 @@ class BackboneStudent(Student, ABC):
     def sees_own_noise(self) -> bool:
         """Whether a proposal is told the noise of its own token, which decides it."""
         return self.is_conditioned and self.settings.backbone.own_noise == "seen"
-
-    @property
-    def frozen_weights(self) -> Iterable[Tensor]:
-        """See :class:`Student`."""
-        return self.language_model.network.parameters()
 
     @property
     def flops_per_row(self) -> float:

@@ -249,11 +249,6 @@ class Student(PreTrainedModel, ABC):
         return self.backbone.blocks
 
     @property
-    def frozen_weights(self) -> Iterable[Tensor]:
-        """Weights of another model that the student computes with and never trains or saves."""
-        return ()
-
-    @property
     def flops_per_row(self) -> float:
         """FLOPs of a training pass (backward included, no recomputation) before the output head.
 

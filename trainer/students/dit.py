@@ -107,9 +107,9 @@ class KeyValueCache:
         self.values[layer, :, :, self.length : stop] = value
         return self.keys[layer, :, :, :stop], self.values[layer, :, :, :stop]
 
-    def select(self, rows: Int[Tensor, "m"], room: int | None = None) -> KeyValueCache:
-        """A copy of some rows' finished tokens, with room for further ones (None: the capacity)."""
-        spare = self.keys.shape[-2] - self.length if room is None else room
+    def select(self, rows: Int[Tensor, "m"]) -> KeyValueCache:
+        """A copy of some rows' finished tokens, with the capacity of the whole."""
+        spare = self.keys.shape[-2] - self.length
         finished = (memory[..., : self.length, :] for memory in (self.keys, self.values))
         keys, values = (pad(f.index_select(1, rows), (0, 0, 0, spare)) for f in finished)
         return KeyValueCache(keys, values, self.length)
