@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -10,10 +11,12 @@ from pathlib import Path
 from threading import Thread
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
+from evaluation.certificate import decide
 from evaluation.samples import read_samples
 from evaluation.scorers import make_scorers
 from evaluation.served_certificate import LEAST_P, TIES, Answer, allowed, answers_of, certify_answers, judge
@@ -24,6 +27,7 @@ from tests.trainer.backbone_cases import backbone_run, store_of, write_backbone
 from tests.trainer.sample_cli_cases import command, read, save
 from tests.trainer.sampling.test_adaptive import tiny_llama
 from tests.trainer.sampling_cases import LENGTH
+from trainer.sampling.noise import TokenRule
 from trainer.serving.coupling import draw
 from trainer.training.loop import train
 
@@ -95,6 +99,11 @@ def test_a_file_cannot_call_its_tokens_given(models: Path, tmp_path: Path, told:
     sample_coupled(models, tmp_path)
     assert certify(tmp_path, models / "teacher") == 0 and found(tmp_path)["given_is_checked"]
     records = read(tmp_path / "samples.jsonl")
+    first, *others = records
+    tokens = [(first["tokens"][0] + 1) % 11, *first["tokens"][1:]]
+    write_lines(tmp_path / "samples.jsonl", first | {"tokens": tokens}, *others)
+    certify(tmp_path, models / "teacher")
+    assert not found(tmp_path)["given_is_checked"], "another first token than the run was given"
     for given, count, said in (
         (LENGTH - 1, 1, "calls tokens given in a run without a prompt"),
         (LENGTH, 20, "nothing to certify"),
@@ -369,6 +378,24 @@ def test_only_what_rounding_can_do_is_a_tie(gap: float) -> None:
     """A greedy token that is the second best, by so much of a logit of size 1."""
     verdict = judge(Answer("", [0], [1], temperature=0), torch.tensor([[1.0, 1 - gap]]), TIES["float32"])
     assert (verdict.num_ties, verdict.num_faults) == ((1, 0) if gap < 1e-5 else (0, 1))
+
+
+def test_what_rounding_may_cut_off_is_a_tie_and_a_clear_winner_is_none() -> None:
+    """Of two tokens 1e-6 apart the top-1 keeps the first; the noise prefers the other, or it."""
+    logits, rule, within = torch.tensor([[1.0, 1 - 1e-6]] * 2), TokenRule(top_k=1), torch.full((2,), 1e-4)
+    scores, tokens = torch.tensor([[0.0, 5.0], [5.0, 0.0]]), torch.tensor([1, 0])
+    for slack, ties in ((1e-5, [True, False]), (1e-8, [False, False])):
+        margins, _, is_tie = decide(scores, logits, tokens, rule, within, slack)
+        assert is_tie.tolist() == ties and margins.tolist() == [-math.inf, math.inf]
+
+
+def test_the_law_by_hand() -> None:
+    """p = 0.8, 0.2: surprise of token 1 is log 5; entropy and variance are sums over both."""
+    p = np.array([0.8, 0.2])
+    entropy = -(p * np.log(p)).sum()
+    verdict = judge(Answer("", [0], [1]), torch.tensor(np.log(p)[None], dtype=torch.float32), TIES["float32"])
+    assert (verdict.surprise, verdict.entropy) == pytest.approx((math.log(5), entropy), abs=1e-6)
+    assert verdict.variance == pytest.approx((p * np.log(p) ** 2).sum() - entropy**2, abs=1e-6)
 
 
 @pytest.fixture

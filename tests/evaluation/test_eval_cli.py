@@ -184,6 +184,8 @@ def test_mauve_of_two_files_reads_the_references_once(tmp_path: Path, judge_fold
     # near.jsonl has the references' own texts: features are found by content.
     assert sum(first) == sum(loading) + 260 + 260
     assert sum(again) == sum(loading)
+    ruler = Ruler(ReferenceText.read(references), 260, Judging.of(judge))
+    assert ruler.mauve_floor.settings["num_references"] == 130, "the text's own rows against the others alone"
     assert "Against the text" in table and "words" in table
     far_scores, near_scores = map(scores_by_name, results(tmp_path / "samples").values())
     assert near_scores["mauve"]["value"] == pytest.approx(1.0, abs=1e-3)

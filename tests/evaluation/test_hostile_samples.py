@@ -304,7 +304,9 @@ for field, values in ODD.items():
 
 def assert_inert(page: Path) -> None:
     """No tag of a page can act, and all that it loads is inside."""
-    tags = Page(page.read_text(encoding="utf-8")).tags
+    text = page.read_text(encoding="utf-8")
+    tags = Page(text).tags
+    assert "\0" not in text
     names = {tag for tag, _ in tags}
     assert "table" in names
     assert not names & {"script", "iframe", "object", "embed", "link", "base", "form"}

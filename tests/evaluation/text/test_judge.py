@@ -56,6 +56,7 @@ def test_a_text_is_read_up_to_1024_tokens_unless_a_limit_is_given(copied: Path) 
     transformers.GPT2LMHeadModel(config).save_pretrained(copied)
     assert Judging.load(str(copied)).limits == reading.ReadingLimits(2048, 1024, 1024)
     assert Judging.load(str(copied), max_tokens=1500).limits.max_tokens == 1500
+    assert Judging.of(replace(judge, context_length=16), stride=8).limits.max_tokens == 1024, "in windows"
 
 
 def test_a_judge_computes_in_float32_and_is_known_by_its_weights(

@@ -68,6 +68,7 @@ def test_windows_score_every_position_once_and_tokens_between_texts_never() -> N
     assert window_starts(10, 10, 5) == [(0, 0)]
     assert window_starts(11, 10, 5) == [(0, 0), (5, 10)]
     assert window_starts(20, 10, 5) == [(0, 0), (5, 10), (10, 15)]
+    assert window_starts(20, 10, 4) == [(0, 0), (4, 10), (8, 14), (12, 18)]
     with pytest.raises(ValueError, match="stride"):
         window_starts(10, 4, 5)
     ids = torch.tensor([[1, 5, 1, 6, 2, 7]])
