@@ -20,7 +20,8 @@ from torch import Tensor
 
 from benchmarks.dense_noise import DenseNoise
 from benchmarks.measure import interleaved_seconds, peak_extra_bytes
-from shards.noise.kinds import KeyedPrior, Noise, dense_arrivals
+from shards.noise.embedding import Noise, dense_arrivals
+from shards.noise.gumbel import KeyedPrior
 from shards.noise.philox import PositionKeys
 from trainer.students.conditioning import GumbelConditioner
 

@@ -9,12 +9,13 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from shards.noise.kinds import DenseProbabilities, KeyedPosterior, TiledNoise
+from shards.noise.embedding import Noise
+from shards.noise.gumbel import DenseProbabilities, KeyedPosterior
 from shards.noise.philox import PositionKeys
 
 
 @dataclass(frozen=True)
-class DenseNoise(TiledNoise):
+class DenseNoise(Noise):
     """Noise whose arrival times are all in memory; [n, V] float32."""
 
     arrivals: Float[Tensor, "n v"]

@@ -43,8 +43,7 @@ from pipeline.run import rows_per_unit
 from pipeline.settings import StoreSettings, Worker
 from pipeline.teacher import Teacher, automatic_batch_size, rows_tensor
 from shards.atomic import write_json_atomic
-from shards.codec.protocol import Codec
-from shards.codec.registry import CODECS, codec_parameters, make_codec
+from shards.codec.protocol import CODECS, Codec, codec_parameters, make_codec
 from shards.console import Bar
 from shards.language_model.forward import BatchSize, resolve_device
 from shards.language_model.loading import find_pretrained

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from benchmarks.dense_noise import DenseNoise, given_posterior
-from shards.noise.kinds import Noise
+from shards.noise.embedding import Noise
 from trainer.importing import our_parameters
 from trainer.objective.batch import Batch, OfRows, Places
 from trainer.objective.corruption import Corruption, corruption_from_uniforms

@@ -11,7 +11,7 @@ from torch import Tensor
 from benchmarks.conditioner import dense_pass, keyed_noise, tiled_pass
 from benchmarks.steps import dense_gumbels, dense_loss, tiled_loss
 from benchmarks.synthetic import make_student, random_batch
-from shards.noise.kinds import dense_arrivals
+from shards.noise.embedding import dense_arrivals
 from shards.noise.philox import PositionKeys
 from trainer.sampling.noise import TokenRule
 from trainer.students.bd3lm import flex_training_attention, training_mask

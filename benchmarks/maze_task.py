@@ -20,7 +20,7 @@ from evaluation.maze import BOS, EOS, Maze, Path_, maze_success, moves_of_words,
 from evaluation.score import Score, wilson_interval
 from shards.console import without_library_bars
 from shards.errors import GdistillError
-from shards.noise.kinds import Noise
+from shards.noise.embedding import Noise
 from trainer.sampling.noise import sampling_noise
 
 # The best any unconditioned masked diffusion model can do on a small language, exactly.

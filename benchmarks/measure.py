@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from shards.provenance import code_version
+from shards.settings import code_version
 
 
 def synchronize(device: torch.device) -> None:

@@ -23,7 +23,7 @@ from scipy import optimize, stats
 from torch import Tensor
 
 from benchmarks.dense_noise import DenseNoise
-from shards.provenance import derive_seed
+from shards.settings import derive_seed
 from trainer.importing import our_parameters
 from trainer.sampling.block import BlockSampler, SequentialSampler
 from trainer.sampling.fill import AncestralSampler, Pass, Rows, Sampler

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 from transformers import GPT2LMHeadModel
 
-from shards.noise.kinds import DenseProbabilities, KeyedPosterior, Noise, dense_arrivals
+from shards.noise.embedding import Noise, dense_arrivals
+from shards.noise.gumbel import DenseProbabilities, KeyedPosterior
 from shards.noise.philox import PositionKeys
 from trainer.objective.batch import Batch, Places
 from trainer.objective.corruption import substituted_log_probs

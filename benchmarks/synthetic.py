@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from shards.codec.protocol import Codec, TeacherOutput
-from shards.codec.registry import codec_parameters, make_codec
+from shards.codec.protocol import Codec, TeacherOutput, codec_parameters, make_codec
 from shards.store.manifest import Manifest
 from shards.store.store import ShardStore
 from shards.store.writer import ShardWriter

@@ -16,12 +16,11 @@ from torch import Tensor
 
 from evaluation.samples import find_sample_files, read_records, read_samples, short
 from shards.atomic import canonical_json, require_writable, write_json_atomic
-from shards.codec.protocol import Codec
-from shards.codec.registry import make_codec
+from shards.codec.protocol import Codec, make_codec
 from shards.console import progress_bar
 from shards.errors import GdistillError, UsageError, visible
 from shards.language_model.forward import DtypeName, resolve_device
-from shards.noise.kinds import Noise
+from shards.noise.embedding import Noise
 from trainer.sampling.coupled import gumbel_scores, require_whole_noise
 from trainer.sampling.noise import STEPS_PER_ATTEMPT, NucleusRule, TokenRule, sampling_noise, truncate_to_nucleus
 from trainer.sampling.verifier import Verifier, load_verifier

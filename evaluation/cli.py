@@ -18,7 +18,7 @@ from evaluation.scorers import make_scorers
 from evaluation.served_certificate import certify
 from evaluation.text.reading import readings_folder
 from shards.atomic import require_writable
-from shards.console import LogFormatOption, command_app, run_command, use_log_format
+from shards.console import command_app, run_command
 
 DEFAULT = "score"
 
@@ -70,13 +70,11 @@ def evaluate(
     device: Annotated[
         str | None, typer.Option(help="Device of the judge: cpu or cuda (a GPU if there is one).")
     ] = None,
-    log_format: LogFormatOption = "plain",
 ) -> None:
     """Score samples: entropy always, more with --judge, --reference or --maze.
 
     Interrupted, the same command goes on: what a judge has read is kept in ~/.cache/gdistill.
     """
-    use_log_format(log_format)
     folder = samples if samples.is_dir() else samples.parent
     directory = out or folder
     sets = [read_samples(file, folder) for file in find_sample_files(samples)]

@@ -24,7 +24,7 @@ from evaluation.text.reference import ReferenceText, Ruler
 from shards.atomic import require_writable
 from shards.console import progress_bar
 from shards.errors import UsageError
-from shards.provenance import code_version
+from shards.settings import code_version
 
 SHOWN_SETTINGS = ("sampler", "decision", "temperature", "tau", "nucleus_p", "order_temperature")
 

@@ -14,7 +14,7 @@ from evaluation.score import Score
 from shards.atomic import require_writable
 from shards.console import run_command
 from shards.errors import UsageError
-from shards.provenance import code_version
+from shards.settings import code_version
 
 
 def perplexity(

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from evaluation.score import Score, wilson_interval
 from shards.errors import GdistillError, UsageError
-from shards.noise.kinds import Noise
+from shards.noise.embedding import Noise
 
 Path_ = tuple[str, ...]
 BOS, EOS = "<bos>", "<eos>"

@@ -17,7 +17,7 @@ from evaluation.text.distance import RANKING
 from shards.atomic import write_bytes_atomic, write_json_atomic
 from shards.console import aligned
 from shards.errors import visible
-from shards.provenance import code_version
+from shards.settings import code_version
 
 
 @dataclass(frozen=True)

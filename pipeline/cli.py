@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from pipeline.settings import ExtractRequest, PlanOptions, Worker, resolve_request
-from shards.console import LogFormatOption, command_app, run_command, use_log_format
+from shards.console import command_app, run_command
 from shards.errors import UsageError
 from shards.settings_table import Section, settings_app
 
@@ -89,7 +89,6 @@ def extract(
     rate: Annotated[float | None, typer.Option(help="For --plan: tokens/s of a process.")] = None,
     tokens: Annotated[float | None, typer.Option(help="For --plan: tokens of the corpus.")] = None,
     price: Annotated[float | None, typer.Option(help="For --plan: price of an hour.")] = None,
-    log_format: LogFormatOption = "plain",
 ) -> None:
     """Run the teacher once over a corpus and store what students learn from.
 
@@ -109,7 +108,6 @@ def extract(
     corpus.*, codec.*, teacher.*, store.*, sequential.*. `gdistill-extract references --help` writes
     rows of a corpus as text, to compare samples with.
     """
-    use_log_format(log_format)
     figures = PlanOptions(rate, tokens, price)
     if not plan and figures != PlanOptions():
         raise UsageError("an option of --plan without it", where="--rate, --tokens or --price", remedy="add --plan")
@@ -164,14 +162,12 @@ def tokens(
     rows: Rows = None,
     config: ConfigFile = None,
     overrides: Overrides = None,
-    log_format: LogFormatOption = "plain",
 ) -> None:
     """Stage 1 alone: tokenize the corpus into OUT/tokens; of a teacher only small files are read.
 
     Needs no GPU. `gdistill-extract` with the same options finds the rows and goes on from them:
     run this on a node of CPUs first, and no GPU waits for it (runs/slurm/tokens.sbatch).
     """
-    use_log_format(log_format)
     options = {
         "corpus": {"spec": corpus, "row_length": row_length},
         "engine": {"url": engine},
@@ -198,14 +194,12 @@ def complete(
     overrides: Overrides = None,
     worker: Annotated[int | None, typer.Option(help="This process of a job array, from 0.")] = None,
     workers: Annotated[int | None, typer.Option(help="Processes of the job array.")] = None,
-    log_format: LogFormatOption = "plain",
 ) -> None:
     """The teacher answers prompts; its answers and their noise are stored, and students learn them.
 
     One row is one prompt and its answer, up to a token that ends it or the end of the row. After
     any interruption the same command goes on, and the store is the same, byte for byte.
     """
-    use_log_format(log_format)
     options = {
         "mode": "sequential",
         "seed": seed,

@@ -59,12 +59,11 @@ from pipeline.settings import EngineSettings, ExtractRequest, Worker
 from pipeline.teacher import RawLogits, Teacher
 from pipeline.tokens.dataset import PartWriter, TokenDataset, check_identity, publish_rows
 from pipeline.tokens.tokenizer import load_tokenizer, tokenizer_sha256
-from shards.atomic import require_writable, write_json_atomic
+from shards.atomic import file_claim, require_writable, write_json_atomic
 from shards.codec.posterior import PosteriorCodec
 from shards.console import Bar
 from shards.errors import GdistillError, UsageError
 from shards.language_model.loading import CausalModel
-from shards.store.location import file_claim
 from shards.store.manifest import ShardRange
 
 MAX_MEAN_CHANGE_NATS = 0.05

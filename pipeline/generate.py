@@ -28,11 +28,10 @@ from pipeline.teacher import Teacher, rows_tensor
 from pipeline.tokens.dataset import TokenDataset
 from shards.codec.protocol import TeacherOutput
 from shards.language_model.forward import BatchSize, in_batches
-from shards.noise.gumbel import gumbel_argmax
-from shards.noise.kinds import KeyedPrior
+from shards.noise.gumbel import KeyedPrior, gumbel_argmax
 from shards.noise.nucleus import truncate_to_nucleus
 from shards.noise.philox import PositionKeys
-from shards.provenance import derive_seed
+from shards.settings import derive_seed
 
 CPU_ROWS, GPU_ROWS = 128, 512
 CPU_CACHE_BYTES = 4 << 30

@@ -31,8 +31,7 @@ from transformers.utils import logging as transformers_logging
 from shards.atomic import publish_folder, write_json_atomic
 from shards.console import progress_bar
 from shards.errors import UsageError, did_you_mean
-from shards.provenance import derive_seed, generator
-from shards.settings import check_bounds, setting, to_mapping
+from shards.settings import check_bounds, derive_seed, generator, setting, to_mapping
 
 MOVES = {"up": (-1, 0), "down": (1, 0), "left": (0, -1), "right": (0, 1)}
 TOKENS = ("<bos>", "<eos>", *MOVES)

@@ -26,12 +26,11 @@ from pipeline.run import check_teacher, known_teacher, own_teacher, require_stor
 from pipeline.settings import TOKENS_RECORD, ExtractRequest, PlanOptions, Worker
 from pipeline.tokens.dataset import TokenDataset
 from pipeline.tokens.tokenizer import encode, load_tokenizer
-from shards.codec.protocol import Codec, TeacherOutput
-from shards.codec.registry import CODECS, codec_parameters, make_codec
+from shards.codec.protocol import CODECS, Codec, TeacherOutput, codec_parameters, make_codec
 from shards.errors import GdistillError, UsageError
 from shards.language_model.forward import resolve_device
 from shards.language_model.loading import PretrainedFiles, check_device_map, not_causal_lm
-from shards.provenance import generator
+from shards.settings import generator
 from shards.store.layout import encode_shard
 from shards.store.manifest import Manifest
 from shards.store.store import ShardStore

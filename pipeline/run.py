@@ -24,18 +24,18 @@ from pipeline.settings import TOKENS_RECORD, ExtractRequest, StoreSettings, Work
 from pipeline.teacher import Teacher, check_row_length, check_vocabulary, tokenizer_size
 from pipeline.tokens.dataset import TokenDataset, prepare_tokens, rows_per_group, unmarked
 from pipeline.tokens.tokenizer import load_tokenizer
-from shards.atomic import require_writable, write_json_atomic
+from shards.atomic import file_claim, require_writable, write_json_atomic
 from shards.codec.ids import unigram_log_probs
-from shards.codec.protocol import ArraySpec
-from shards.codec.registry import codec_parameters
+from shards.codec.protocol import ArraySpec, codec_parameters
 from shards.console import stderr
 from shards.errors import GdistillError, UsageError
 from shards.language_model.forward import BatchSize, resolve_device
 from shards.language_model.loading import PretrainedFiles, check_device_map, find_pretrained, looks_local
-from shards.noise.philox import use_noise_kernel
-from shards.store.location import file_claim, open_location
+from shards.noise.compiled import use_noise_kernel
+from shards.store.location import open_location
 from shards.store.manifest import COUNTED, MANIFEST_FILE, STORE_ARRAYS, Manifest
-from shards.store.store import Description, ShardStore
+from shards.store.store import ShardStore
+from shards.store.verification import Description
 from shards.store.writer import ShardWriter
 from shards.stream.stream import MIXED_CHUNK_BYTES
 
@@ -318,7 +318,7 @@ def _resources(
     """
     try:
         store = ShardStore.open(request.store, allow_incomplete=True)
-        if store.manifest.difference(manifest.with_files(store.manifest.files)) is None:
+        if store.manifest.difference(replace(manifest, files=store.manifest.files)) is None:
             return {name: tensor.numpy() for name, tensor in store.resources.items()}
     except GdistillError:
         # No store yet, or a damaged one. The writer opens next: it writes altered resources anew

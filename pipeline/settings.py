@@ -307,7 +307,7 @@ class ExtractRequest:
 
     def to_mapping(self) -> dict[str, Any]:
         """The resolved request, JSON-ready; written beside the store."""
-        from shards.codec.registry import codec_parameters
+        from shards.codec.protocol import codec_parameters
 
         codec = {"name": self.codec.name, **codec_parameters(self.codec)}
         return {**to_mapping(self.settings), "corpus": to_mapping(self.corpus), "codec": codec}
@@ -352,7 +352,7 @@ def resolve_request(
             got=settings.engine.url or settings.mode,
             expected=f"--teacher, and --mode {fits} for packing={chosen.packing}",
         )
-    from shards.codec.registry import make_codec  # late: it waits for torch
+    from shards.codec.protocol import make_codec  # late: it waits for torch
 
     name = codec.pop("name", DEFAULT_CODEC)
     if scores and name == DEFAULT_CODEC:

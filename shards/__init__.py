@@ -1,6 +1,6 @@
 """Stores of Gumbel posteriors: noise, how it is kept, where, and how it is read.
 
-errors, atomic, console, settings, provenance: what every package stands on
+errors, atomic, console, settings: what every package stands on
 noise           Gumbel noise given a token, in arrival times; keyed draws that need no state
 language_model  a causal model of transformers, checked and loaded
 codec           teacher output -> arrays per token -> noise

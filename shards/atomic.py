@@ -15,10 +15,10 @@ import tempfile
 import time
 import uuid
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from shards.errors import UsageError
 
@@ -48,8 +48,7 @@ def make_folders(folder: Path) -> None:
 def write_bytes_atomic(path: Path, data: bytes) -> None:
     """Write ``data`` so that ``path`` never holds a part of it, whatever kills the process.
 
-    The temporary name is one that no other process has, on any machine that shares the folder: with
-    a fixed one, two that wrote the same file would write into each other's. A killed process leaves
+    The temporary name is one that no other process has, on any machine that shares the folder. A killed process leaves
     it behind, ``.NAME.<32 hex digits>.tmp``: never read; see :func:`discard_leftovers`.
     """
     make_folders(path.parent)
@@ -66,13 +65,9 @@ def write_bytes_atomic(path: Path, data: bytes) -> None:
 
 
 def open_itself(path: Path | str, flags: int) -> int:
-    """A descriptor of the regular file at ``path``: what is there is neither followed nor emptied.
+    """A descriptor of the regular file at ``path``, an ``opener`` of :func:`open`: nothing is followed or emptied.
 
-    A folder from elsewhere may hold a link under a file's name, or a pipe that nobody reads. An
-    ``opener`` of :func:`open` too.
-
-    Raises:
-        OSError: For a link, or anything else that is no regular file.
+    OSError for all else: a folder from elsewhere may hold a link under a file's name, or a pipe that nobody reads.
     """
     safe = flags & ~os.O_TRUNC | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     descriptor = os.open(path, safe, 0o666)
@@ -164,12 +159,7 @@ class FileRecord:
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> FileRecord:
-        """Read a record.
-
-        Raises:
-            KeyError: If a field is missing.
-            UsageError: If one is no size, or no hash.
-        """
+        """Read a record; KeyError or UsageError for what is none."""
         num_bytes = value["bytes"]
         if type(num_bytes) is not int or num_bytes < 0:
             raise UsageError("not a number of bytes", got=repr(num_bytes))
@@ -177,22 +167,74 @@ class FileRecord:
 
 
 def sha256_hex(value: object) -> str:
-    """``value``, if it is a sha256 in hex.
-
-    Raises:
-        UsageError: If it is not: it may become a file's name.
-    """
+    """``value``, if it is a sha256 in hex; else UsageError, as it may become a file's name."""
     if isinstance(value, str) and re.fullmatch("[0-9a-f]{64}", value):
         return value
     raise UsageError("not a sha256", got=repr(value)[:80])
 
 
-# An output folder: one that can be written, and one run at a time in it.
+# A file or folder held by one process. The kernel drops a lock when its process ends, however that ends, so no claim
+# is stale. Its file goes on release or, after a kill, with the next holder's.
 
 
 LOCK_FILE = ".lock"
-TRIES, PAUSE_SECONDS = 5, 0.02
-"""Who only asks whether a folder is held (:func:`is_held`) holds it for an instant itself."""
+_held: set[int] = set()
+"""Descriptors of the locks of this process. A lock lasts until every copy of its descriptor is
+closed, so a forked child must not keep one: its parent's death would not release it."""
+
+
+def _close_inherited() -> None:
+    while _held:
+        os.close(_held.pop())
+
+
+os.register_at_fork(after_in_child=_close_inherited)
+
+
+def _lock(path: Path, wait: bool) -> int | None:
+    """The descriptor of the locked file at ``path``, None if another process holds it."""
+    while True:
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            descriptor = open_itself(path, os.O_RDWR | os.O_CREAT)
+        except FileNotFoundError:  # another release removed the folder in between
+            continue
+        except FileExistsError:  # ... or between mkdir's refusal and its look at what is there
+            if path.parent.is_file():
+                raise
+            continue
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+        except BlockingIOError:
+            os.close(descriptor)
+            return None
+        except BaseException:
+            os.close(descriptor)
+            raise
+        # The previous holder may have removed the file while we waited: then our lock is on
+        # a file that nobody else can find, and worth nothing.
+        with suppress(FileNotFoundError):
+            if os.path.samestat(os.stat(path), os.fstat(descriptor)):
+                _held.add(descriptor)
+                return descriptor
+        os.close(descriptor)
+
+
+@contextmanager
+def file_claim(path: Path, wait: bool) -> Iterator[bool]:
+    """Hold ``path`` while the context lasts; gives False if it is taken and ``wait`` is off."""
+    descriptor = _lock(path, wait)
+    try:
+        yield descriptor is not None
+    finally:
+        if descriptor in _held:  # a child that was forked meanwhile holds nothing
+            try:
+                path.unlink(missing_ok=True)  # while still holding it
+                with suppress(OSError):  # other claims are still there
+                    path.parent.rmdir()
+            finally:
+                _held.discard(descriptor)
+                os.close(descriptor)
 
 
 def require_writable(directory: Path) -> None:
@@ -216,15 +258,17 @@ def exclusive(directory: Path) -> Iterator[None]:
     Raises:
         UsageError: When another process holds it, or nothing can be written there.
     """
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-        lock = open(directory / LOCK_FILE, "a", opener=open_itself)  # noqa: SIM115 (closed below)
-    except OSError as error:
-        where, got = error.filename or directory, error.strerror
-        remedy = "give another --out"
-        raise UsageError("cannot write there", where=where, got=got, remedy=remedy) from error
-    with lock as file:
-        if not any(_locked(file, fcntl.LOCK_EX, attempt) for attempt in range(TRIES)):
+    with ExitStack() as stack:
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+            mine = stack.enter_context(file_claim(directory / LOCK_FILE, wait=False))
+            if not mine:  # who only asks whether it is held (is_held) holds it for an instant
+                time.sleep(0.1)
+                mine = stack.enter_context(file_claim(directory / LOCK_FILE, wait=False))
+        except OSError as error:
+            where, got, remedy = error.filename or directory, error.strerror, "give another --out"
+            raise UsageError("cannot write there", where=where, got=got, remedy=remedy) from error
+        if not mine:
             remedy = "wait for it, or give another --out"
             raise UsageError("another run is writing here", where=directory, remedy=remedy)
         yield
@@ -234,19 +278,11 @@ def is_held(directory: Path) -> bool | None:
     """Whether a process holds ``directory``; None where the file system cannot tell."""
     try:
         with open(directory / LOCK_FILE, opener=open_itself) as file:
-            return not _locked(file, fcntl.LOCK_SH)
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            return False
     except FileNotFoundError:
         return False
+    except BlockingIOError:
+        return True
     except OSError:
         return None
-
-
-def _locked(file: IO[str], kind: int, attempt: int = 0) -> bool:
-    """Whether the lock is ours now; it goes when the file is closed."""
-    if attempt:
-        time.sleep(PAUSE_SECONDS)
-    try:
-        fcntl.flock(file, kind | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 import threading
@@ -11,44 +10,23 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
-from typing import Annotated, Any, Literal, cast
+from typing import Any, cast
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, Progress, ProgressColumn, Task, TaskID, TextColumn, TimeRemainingColumn
-from rich.table import Column
-from rich.text import Text
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
-from shards.errors import GdistillError, UsageError
+from shards.errors import INTERRUPTED, GdistillError, UsageError
 
 WrongOption = cast(type[Exception], typer.BadParameter.__mro__[2])
 """ClickException, in whichever package this Typer keeps it."""
-INTERRUPTED = "interrupted; run the same command again to resume"
 stderr = Console(stderr=True, highlight=False)
-DESCRIPTION_WIDTH = 18
 SECONDS_BETWEEN_LINES = 60.0
-FIGURES_WIDTH = 58
-"""Of description, counts, rate and time together."""
-LogFormat = Literal["plain", "json"]
-LogFormatOption = Annotated[
-    LogFormat,
-    typer.Option(
-        "--log-format",
-        help="Progress on stderr. plain: a bar, or a line a minute where stderr is no terminal;"
-        " json: one JSON object a minute and stage, for machines.",
-    ),
-]
-_chosen: dict[str, LogFormat] = {"log_format": "plain"}
 
 
 def command_app(**options: Any) -> typer.Typer:
     """A Typer app for :func:`run_command`, which tells what went wrong in one line."""
     return typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None, **options)
-
-
-def use_log_format(log_format: LogFormat) -> None:
-    """How this process tells its progress from here on."""
-    _chosen["log_format"] = log_format
 
 
 def run_command(app: Callable[..., object], /, **others: Callable[..., object]) -> None:
@@ -111,12 +89,6 @@ def _say(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
-def _amount(done: float | int, total: float | int | None, unit: str) -> str:
-    if unit == "%":  # parts of several pieces of work whose units differ
-        return f"{100 * done / (total or 1):.0f}%"
-    return f"{_si(done)}{f'/{_si(total)}' if total is not None else ''} {unit}"
-
-
 def _si(value: float | int) -> str:
     for prefix in ("", "k", "M", "G"):
         if abs(value) < 1000:
@@ -125,96 +97,61 @@ def _si(value: float | int) -> str:
     return f"{value:.1f}T"
 
 
-def _columns(width: int) -> list[ProgressColumn]:
-    """What fits one line of a terminal; a bar that wraps is no bar."""
-
-    def column(at_most: int | None = None) -> Column:
-        return Column(no_wrap=True, overflow="ellipsis", max_width=at_most)
-
-    name = TextColumn("{task.description}", table_column=column(DESCRIPTION_WIDTH))
-    left = TimeRemainingColumn(elapsed_when_finished=True, table_column=column())
-    bar_width = min(24, (width - FIGURES_WIDTH) // 2)
-    if bar_width < 4:
-        return [name, _Rate(table_column=column()), left]
-    note_width = max(1, width - FIGURES_WIDTH - bar_width)
-    note = TextColumn("{task.fields[note]}", table_column=column(note_width))
-    return [name, BarColumn(bar_width), _Rate(table_column=column()), left, note]
-
-
-class _Rate(ProgressColumn):
-    """Units per second, with SI prefixes."""
-
-    def render(self, task: Task) -> Text:
-        unit = str(task.fields.get("unit", "tok"))
-        rate = f" {_si(task.speed)} {unit}/s" if task.speed and unit != "%" else ""
-        return Text(_amount(task.completed, task.total, unit) + rate)
-
-
 class Bar:
     """A handle on one stage's progress; does nothing off the main process."""
 
     def advance(self, amount: float | int) -> None:
         """Count ``amount`` further units as done."""
 
-    def note(self, text: str, **figures: float | int) -> None:
-        """Show ``text`` at the end of the bar; machines are told ``figures`` (``loss``) by name."""
+    def note(self, text: str) -> None:
+        """Show ``text`` at the end of the bar."""
 
 
-class _TerminalBar(Bar):
-    def __init__(self, progress: Progress, task: TaskID) -> None:
-        self._progress, self._task = progress, task
+class _ShownBar(Bar):
+    """A bar where stderr is a terminal; in a log file a line a minute, and one at the end."""
 
-    def advance(self, amount: float | int) -> None:
-        self._progress.advance(self._task, amount)
-
-    def note(self, text: str, **figures: float | int) -> None:
-        self._progress.update(self._task, note=text)
-
-
-class _LineBar(Bar):
-    """For log files: a line a minute, and one at the end; plain, or a JSON object for machines."""
-
-    def __init__(self, stage: str, total: int | None, unit: str, done: int, as_json: bool) -> None:
-        self._stage, self._total, self._unit, self._as_json = stage, total, unit, as_json
-        self._begun, self._done, self._note = done, done, ""
-        self._named: dict[str, float | int] = {}
+    def __init__(self, stage: str, total: int | None, unit: str, done: int, progress: Progress | None) -> None:
+        self._stage, self._total, self._unit, self._progress = stage, total, unit, progress
+        self._begun, self._done, self._note, self._task = done, done, "", TaskID(0)
         self._start = self._said = time.monotonic()
         self._lock = threading.Lock()
+        if progress is not None:
+            self._task = progress.add_task(stage, total=total, completed=done, figures="", note="")
 
     def advance(self, amount: float | int) -> None:
         with self._lock:
             self._done += amount
-            self._say_now_and_then()
+            self._update()
 
-    def note(self, text: str, **figures: float | int) -> None:
+    def note(self, text: str) -> None:
         with self._lock:
-            self._note, self._named = text, figures
-            self._say_now_and_then()
+            self._note = text
+            self._update()
 
-    def _say_now_and_then(self) -> None:
-        if time.monotonic() - self._said >= SECONDS_BETWEEN_LINES:
-            self.say(finished=False)
+    def _update(self) -> None:
+        if self._progress is not None:
+            figures = ", ".join(self._figures()[0])
+            self._progress.update(self._task, completed=self._done, figures=figures, note=self._note)
+        elif time.monotonic() - self._said >= SECONDS_BETWEEN_LINES:
+            self.say()
 
-    def say(self, *, finished: bool) -> None:
-        """One line on stderr; the rate is units per second since the stage began here."""
+    def say(self) -> None:
+        """One line on stderr."""
         self._said = time.monotonic()
-        seconds = self._said - self._start
-        rate = (self._done - self._begun) / seconds if seconds > 0 else 0.0
+        figures, rate = self._figures()
         left = (self._total or 0) - self._done
-        eta = left / rate if rate and left > 0 else None
-        if self._as_json:
-            times = {"rate": rate, "eta_seconds": eta, "seconds": seconds}
-            short = {n: None if t is None else float(f"{t:.4g}") for n, t in times.items()}
-            counts = {"done": self._done, "total": self._total, "unit": self._unit}
-            end = {"finished": finished, "note": self._note, **self._named}
-            _say(json.dumps({"stage": self._stage, **counts, **short, **end}))
-            return
-        parts = [f"{self._stage}: {_amount(self._done, self._total, self._unit)}"]
-        if rate and self._unit != "%":
-            parts.append(f"{_si(rate)} {self._unit}/s")
-        time_told, word = (seconds, "so far") if eta is None else (eta, "left")
-        parts.append(f"{timedelta(seconds=round(time_told))} {word}")
-        _say(", ".join([*parts, *([self._note] if self._note else [])]))
+        seconds, word = (left / rate, "left") if rate and left > 0 else (self._said - self._start, "so far")
+        parts = [*figures, f"{timedelta(seconds=round(seconds))} {word}", self._note]
+        _say(f"{self._stage}: {', '.join(part for part in parts if part)}")
+
+    def _figures(self) -> tuple[list[str], float]:
+        """What is done and how fast, in units a second since the stage began here, as text; the rate."""
+        seconds = time.monotonic() - self._start
+        rate = (self._done - self._begun) / seconds if seconds > 0 else 0.0
+        if self._unit == "%":  # parts of several pieces of work whose units differ
+            return [f"{100 * self._done / (self._total or 1):.0f}%"], rate
+        done = f"{_si(self._done)}{f'/{_si(self._total)}' if self._total is not None else ''} {self._unit}"
+        return [done, *([f"{_si(rate)} {self._unit}/s"] if rate else [])], rate
 
 
 @contextmanager
@@ -222,10 +159,6 @@ def progress_bar(
     description: str, total: int | None, unit: str = "tok", done: int = 0, main_process: bool = True
 ) -> Iterator[Bar]:
     """One bar on stderr for one stage; where stderr is no terminal, a line per minute.
-
-    A line for machines is a JSON object: ``stage``, ``done``, ``total`` and ``unit``, ``rate``
-    (units per second), ``eta_seconds`` (null where unknown, or nothing is left), ``seconds`` since
-    the stage began here, ``finished``, ``note``, and figures such as ``loss``.
 
     Args:
         description: The stage, in a word or two.
@@ -237,15 +170,20 @@ def progress_bar(
     if not main_process:
         yield Bar()
         return
-    as_json = _chosen["log_format"] == "json"
-    if as_json or not stderr.is_terminal:
-        lines = _LineBar(description, total, unit, done, as_json)
+    if not stderr.is_terminal:
+        lines = _ShownBar(description, total, unit, done, None)
         yield lines
-        lines.say(finished=True)
+        lines.say()
         return
-    with Progress(*_columns(stderr.width), console=stderr, refresh_per_second=4) as progress:
-        task = progress.add_task(description, total=total, completed=done, unit=unit, note="")
-        yield _TerminalBar(progress, task)
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(bar_width=24),
+        TextColumn("{task.fields[figures]}"),
+        TimeRemainingColumn(elapsed_when_finished=True),
+        TextColumn("{task.fields[note]}", markup=False),
+    )
+    with Progress(*columns, console=stderr, refresh_per_second=4) as progress:
+        yield _ShownBar(description, total, unit, done, progress)
 
 
 @contextmanager

@@ -1,11 +1,19 @@
-"""Errors a user can act on: what failed, where, what was found, what was expected, the remedy."""
+"""Errors a user can act on, and how a process is asked to end."""
 
 from __future__ import annotations
 
 import difflib
 import posixpath
-from collections.abc import Iterable
+import signal
+import threading
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
+
+INTERRUPTED = "interrupted; run the same command again to resume"
+STOP_CHECK_SECONDS = 0.2
 
 
 def visible(text: str) -> str:
@@ -102,3 +110,60 @@ def path_inside(folder: Path, name: str) -> Path:
     if not path.parent.resolve().is_relative_to(folder.resolve()):
         raise UsageError("a file name leaves the store", where=path, got=path.parent.resolve())
     return path
+
+
+class Stopped(GdistillError):
+    """The process was asked to end before the work was done; its exit code is 128 + SIGTERM."""
+
+    exit_code = 128 + signal.SIGTERM
+
+
+class StopRequest:
+    """Turns the first signal into a flag; a second SIGINT interrupts at once.
+
+    Args:
+        numbers: The signals that are caught.
+
+    Attributes:
+        signal_number: The signal received; None while there is none.
+    """
+
+    def __init__(self, *numbers: signal.Signals) -> None:
+        self.signal_number: int | None = None
+        self._numbers = numbers
+
+    @property
+    def is_pending(self) -> bool:
+        """Whether this process was asked to stop."""
+        return self.signal_number is not None
+
+    def check(self) -> None:
+        """Raises :class:`Stopped` if this process was asked to stop."""
+        if self.signal_number is not None:
+            raise Stopped(f"stopped by {signal.Signals(self.signal_number).name}")
+
+    def pause(self, seconds: float) -> None:
+        """Sleep; raises :class:`Stopped` as soon as this process is asked to stop."""
+        end = time.monotonic() + seconds
+        while (left := end - time.monotonic()) > 0:
+            self.check()
+            time.sleep(min(left, STOP_CHECK_SECONDS))
+        self.check()
+
+    def _receive(self, number: int, frame: FrameType | None) -> None:
+        if self.is_pending and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        self.signal_number = number
+
+    @contextmanager
+    def listening(self) -> Iterator[StopRequest]:
+        """Signals are caught within the context (of the main thread; elsewhere nothing is)."""
+        if threading.current_thread() is not threading.main_thread():
+            yield self
+            return
+        previous = {number: signal.signal(number, self._receive) for number in self._numbers}
+        try:
+            yield self
+        finally:
+            for number, handler in previous.items():
+                signal.signal(number, handler)

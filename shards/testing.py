@@ -13,9 +13,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from shards.codec.protocol import Codec, TeacherOutput, position_keys
-from shards.codec.registry import codec_parameters
-from shards.noise.kinds import Noise, dense_arrivals
+from shards.codec.protocol import Codec, TeacherOutput, codec_parameters, position_keys
+from shards.noise.embedding import Noise, dense_arrivals
 from shards.settings import from_mapping
 
 VOCAB_SIZE, HIDDEN_SIZE, NUM_ROWS, NUM_TOKENS, SEED = 90, 16, 12, 20, 1234

@@ -25,13 +25,7 @@ PACKAGES = {
     "evaluation": {"evaluation", "trainer", "pipeline", "shards"},
 }
 LAYERS = {
-    "shards": (
-        "errors atomic console settings settings_table provenance",
-        "noise language_model",
-        "codec",
-        "store",
-        "stream",
-    )
+    "shards": ("errors atomic console settings settings_table", "noise language_model", "codec", "store", "stream")
 }
 MAX_CODE_LINES = 19_010
 """What there is today. The goal is 20,000: lower this with every cut, never raise it."""

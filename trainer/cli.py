@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from functools import partial
-
-import shards.interrupts  # noqa: F401  (before all that takes time: Ctrl-C is one line)
-
-# isort: split
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from shards.console import LogFormatOption, command_app, is_first_process, run_command, use_log_format
+from shards.console import command_app, is_first_process, run_command
+from shards.errors import Stopped
 from shards.settings import nested, read_toml
 from shards.settings_table import Section, settings_app
 
@@ -53,12 +50,10 @@ def run(
     ] = None,
     init_from: InitOption = None,
     overrides: SetOption = None,
-    log_format: LogFormatOption = "plain",
 ) -> None:
     """Train a student from a store; no teacher is needed."""
     from trainer.training.settings import RunConfig, compose_run, layered, read_recipe, student_class
 
-    use_log_format(log_format)
     words = overrides or []
     sources: list[dict[str, Any]] = [] if preset is None else [read_recipe(preset)]
     sources += [] if config is None else [read_toml(config)]
@@ -85,7 +80,6 @@ def two_stage(
     config: ConfigOption = None,
     init_from: InitOption = None,
     overrides: SetOption = None,
-    log_format: LogFormatOption = "plain",
 ) -> None:
     """Beyond the paper: a student without noise, then as many steps with noise cross-attention.
 
@@ -97,7 +91,6 @@ def two_stage(
     from trainer.training.settings import PLAIN, read_recipe, student_class
     from trainer.two_stage import train_two_stage, two_stage_parts
 
-    use_log_format(log_format)
     chosen = [] if config is None else [read_toml(config)]
     chosen.append(network_settings(init_from, student_class(student), out / PLAIN))
     opened, recipe = ShardStore.find(store), read_recipe(preset)
@@ -107,7 +100,6 @@ def two_stage(
 
 def _finish(training: Callable[[], Path]) -> None:
     """Train; the first process says what was made, and what to type next."""
-    from shards.interrupts import Stopped
     from trainer.training.parallel import leave
 
     try:

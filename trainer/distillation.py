@@ -21,7 +21,7 @@ from torch.autograd.function import once_differentiable
 from torch.utils.data import default_collate
 
 from shards.errors import UsageError
-from shards.provenance import derive_seed
+from shards.settings import derive_seed
 from shards.store.manifest import COUNTED
 from shards.store.store import ShardStore
 from shards.stream.stream import ShardStream

@@ -20,12 +20,11 @@ from safetensors.torch import load_file
 from torch import nn
 from torch.utils.data import default_collate
 
-from shards.codec.registry import make_codec
+from shards.codec.protocol import make_codec
 from shards.errors import UsageError
-from shards.noise.embedding import Weighting
-from shards.noise.kinds import Noise
+from shards.noise.embedding import Noise, Weighting
 from shards.noise.philox import PositionKeys
-from shards.provenance import derive_seed
+from shards.settings import derive_seed
 from shards.store.store import ShardStore
 from trainer.distillation import NOISE_KEY
 from trainer.objective.batch import Places, StoredRowNoise

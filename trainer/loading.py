@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from shards.errors import UsageError
-from shards.noise.kinds import Noise
+from shards.noise.embedding import Noise
 from trainer.sampling.noise import noise_of_rows
 from trainer.sampling.registry import make_sampler
 from trainer.students.folder import open_model

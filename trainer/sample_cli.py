@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from shards.console import LogFormatOption, command_app, run_command, use_log_format
+from shards.console import command_app, run_command
 from shards.errors import UsageError
 from shards.settings_table import Section, settings_app
 from trainer.sampling.registry import SAMPLERS
@@ -53,13 +53,11 @@ def sample(
     ] = None,
     settings: Annotated[list[str] | None, typer.Option("--set", help="Further sampler settings, key=value.")] = None,
     sweep: Annotated[str | None, typer.Option(help="nucleus_p=0.7,0.8: a folder OUT/nucleus_p=0.7 for each.")] = None,
-    log_format: LogFormatOption = "plain",
 ) -> None:
     """Draw samples. The same command resumes an interrupted run.
 
     `gdistill-sample settings [WORD]` lists what --set takes, sampler by sampler.
     """
-    use_log_format(log_format)
     exclude(nfe=nfe, passes_per_block=passes_per_block)
     exclude(prompt=prompt, prompt_file=prompt_file, infill=infill)
     exclude("a row to infill has its own length", infill=infill, length=length)

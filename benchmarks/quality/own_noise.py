@@ -25,7 +25,7 @@ from benchmarks.measure import machine
 from pipeline.teacher import Teacher
 from shards.atomic import write_json_atomic
 from shards.console import run_command
-from shards.noise.kinds import DenseProbabilities, KeyedPosterior
+from shards.noise.gumbel import DenseProbabilities, KeyedPosterior
 from shards.noise.philox import PositionKeys
 from shards.store.store import ShardStore
 from trainer.loading import load_student

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from evaluation.likelihood.validation import PriorRowNoise
 from shards.errors import UsageError
-from shards.provenance import derive_seed
+from shards.settings import derive_seed
 from trainer.students.registry import AR, BD3LM, Student
 
 ScoringNoise = Literal["prior", "none"]

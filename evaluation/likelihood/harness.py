@@ -19,7 +19,7 @@ from evaluation.likelihood.completion import CompletionScorer, Estimate, Scoring
 from shards.console import progress_bar
 from shards.errors import GdistillError, UsageError
 from shards.language_model.forward import resolve_device
-from shards.provenance import code_version
+from shards.settings import code_version
 from trainer.students.folder import open_model
 
 try:

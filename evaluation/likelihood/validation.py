@@ -15,8 +15,8 @@ from evaluation.samples import DataRows
 from evaluation.score import PerSample, Score
 from shards.console import progress_bar
 from shards.errors import GdistillError, UsageError
-from shards.noise.kinds import Noise
-from shards.provenance import derive_seed
+from shards.noise.embedding import Noise
+from shards.settings import derive_seed
 from shards.store.store import ShardStore
 from shards.stream.stream import RowBatch
 from trainer.objective.batch import Batch, BatchMaker, OfRows, Places

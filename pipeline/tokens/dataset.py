@@ -47,11 +47,17 @@ from pipeline.tokens.tokenizer import (
     special_token_pattern,
     tokenizer_sha256,
 )
-from shards.atomic import canonical_json, discard_leftovers, publish_folder, write_bytes_atomic, write_json_atomic
+from shards.atomic import (
+    canonical_json,
+    discard_leftovers,
+    file_claim,
+    publish_folder,
+    write_bytes_atomic,
+    write_json_atomic,
+)
 from shards.console import Bar, progress_bar, stderr
 from shards.errors import GdistillError, IntegrityError, UsageError, safe_name
 from shards.settings import flatten, to_mapping
-from shards.store.location import file_claim
 
 PART_TOKENS = 1 << 24
 """A part is closed at the first batch border behind so many tokens."""

@@ -24,8 +24,7 @@ from shards.codec.protocol import (
     encode_in_parts,
     position_keys,
 )
-from shards.noise.gumbel import arrivals_from_gumbel
-from shards.noise.kinds import DenseProbabilities, KeyedPosterior, TokenNoise
+from shards.noise.gumbel import DenseProbabilities, KeyedPosterior, TokenNoise, arrivals_from_gumbel
 from shards.noise.philox import PositionKeys
 
 

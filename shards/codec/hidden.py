@@ -15,8 +15,7 @@ from torch import Tensor
 
 from shards.codec.protocol import Arrays, ArraySpec, FreshDraws, LogProbs, TeacherOutput, Tokens, encode_in_parts
 from shards.errors import GdistillError, UsageError
-from shards.noise.gumbel import PerPosition, Tile, add_wait_
-from shards.noise.philox import OfPositions
+from shards.noise.gumbel import Probabilities
 
 LARGEST_LEVEL = 127
 HEAD_TOLERANCE_NATS = 0.1
@@ -24,7 +23,7 @@ VOCABULARY_TILE = 8192
 
 
 @dataclass(frozen=True)
-class HeadLogits(OfPositions):
+class HeadLogits(Probabilities):
     """Probabilities rebuilt from hidden states, one matrix product per tile.
 
     Attributes:
@@ -46,7 +45,7 @@ class HeadLogits(OfPositions):
         return self.hidden.shape[0]
 
     @property
-    def vocab_size(self) -> int:
+    def vocab_size(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
         return self.weight.shape[0]
 
     def logits_at(self, ids: Int[Tensor, "n"]) -> Float[Tensor, "n"]:
@@ -60,9 +59,6 @@ class HeadLogits(OfPositions):
 
     def tile(self, start: int, stop: int) -> Float[Tensor, "n tile"]:
         return self.log_tile(start, stop).exp_()
-
-    def add_waits(self, arrivals: Tile, first: PerPosition, start: int, stop: int) -> Tile:
-        return add_wait_(arrivals, self.tile(start, stop).mul_(first[:, None]))
 
 
 @dataclass(frozen=True)

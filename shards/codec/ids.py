@@ -2,9 +2,8 @@
 
 - Ids become frequency ranks: small numbers for frequent tokens, whatever the tokenizer.
 - Integers become one uint8 array per byte of significance. zstd codes a plane of high bytes, which
-  take few values, far better than the same bytes between low ones: 12% fewer bytes for the entries
-  of ``seeded`` and 28% for those of ``posterior`` than uint16 arrays, and fewer than bit-packing,
-  which hides the distribution from it.
+  take few values, far better than the same bytes between low ones: 12% fewer bytes for the entries of ``seeded`` and
+  28% for those of ``posterior`` than uint16 arrays, and fewer than bit-packing, which hides the distribution from it.
 """
 
 from __future__ import annotations
@@ -49,11 +48,7 @@ def from_planes(name: str, arrays: Arrays, max_value: int) -> Int[Tensor, "*shap
 def check_ranks(name: str, arrays: Mapping[str, np.ndarray], vocab_size: int, *, are_gaps: bool) -> str:
     """What is wrong with stored numbers, 1 + rank each or gaps that add up to it; empty if nothing.
 
-    Args:
-        name: Of the planes, arrays [rows, L, m] uint8; not looked at unless all are there.
-        arrays: By name.
-        vocab_size: V, the most that any may come to.
-        are_gaps: Whether each counts from the slot before.
+    ``name`` is that of the planes, arrays [rows, L, m] uint8; V is the most that any number may come to.
     """
     planes = [arrays.get(plane) for plane in plane_names(name, vocab_size)]
     most = 0
@@ -126,12 +121,11 @@ def most_probable_tokens(
 ) -> tuple[Float[Tensor, "n m"], Int[Tensor, "n m"]]:
     """The M largest of each row, largest first, and their ids (int64).
 
-    The costliest step of encoding, made cheap: ``torch.topk`` takes 5 us for 64 of 512 entries on
-    one CPU core and 110 us for 64 of 50,257, more than a third of which a small teacher's own
-    forward pass takes. Two remedies, both exact: numpy's partition is vectorised (2 us); and with V
-    cut into blocks of 8, the k largest entries lie in the k blocks with the largest maxima, so only
-    8 k entries need to be ranked (30 us). Among equal probabilities at the border any may be
-    chosen, as by ``torch.topk``.
+    The costliest step of encoding, made cheap: ``torch.topk`` takes 5 us for 64 of 512 entries on one CPU core and 110
+    us for 64 of 50,257, more than a third of which a small teacher's own forward pass takes. Two remedies, both exact:
+    numpy's partition is vectorised (2 us); and with V cut into blocks of 8, the k largest entries lie in the k blocks
+    with the largest maxima, so only 8 k entries need to be ranked (30 us). Among equal probabilities at the border any
+    may be chosen, as by ``torch.topk``.
     """
     if log_probs.device.type != "cpu":
         values, ids = log_probs.topk(num_entries, dim=-1)
@@ -177,12 +171,7 @@ def unigram_log_probs(
     tokens are counted, in blocks spread evenly over the rows; the first token of a row is left
     out, as no teacher scores it.
 
-    Args:
-        read_rows: (start, stop) -> token rows.
-        num_rows: Rows there are.
-        row_length: Tokens of a row.
-        vocab_size: V.
-        block: Rows to read at a time.
+    ``read_rows(start, stop)`` gives token rows, of which ``block`` are read at a time.
     """
     starts = np.arange(0, num_rows, block)
     most = max(1, UNIGRAM_TOKENS // (block * row_length))

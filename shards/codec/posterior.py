@@ -1,9 +1,8 @@
 """``posterior``: the teacher's most probable tokens, the tail's mass; fresh noise at every visit.
 
-What is stored is the distribution, not a draw. At every visit the posterior is drawn with the
-exact p_x, the stored head of p, and a tail spread in proportion to the unigram of the corpus.
-With total variation d between that distribution and the teacher's, the token is still the argmax
-of log p + xi with probability 1 / (1 + d).
+What is stored is the distribution, not a draw. At every visit the posterior is drawn with the exact p_x, the stored
+head of p, and a tail spread in proportion to the unigram of the corpus. With total variation d between that
+distribution and the teacher's, the token is still the argmax of log p + xi with probability 1 / (1 + d).
 
 Bytes: the head is listed by falling probability, ids as frequency ranks in byte planes, -log p as
 steps from one entry to the next; zstd then needs about 13 bits per id and 2 per probability, almost
@@ -35,7 +34,7 @@ from shards.codec.ids import (
 )
 from shards.codec.protocol import Arrays, ArraySpec, FreshDraws, LogProbs, TeacherOutput, Tokens, encode_in_parts
 from shards.errors import UsageError
-from shards.noise.kinds import DenseProbabilities, Entries, HeadAndTail, Probabilities
+from shards.noise.gumbel import DenseProbabilities, Entries, HeadAndTail, Probabilities
 from shards.settings import check_bounds, setting
 
 SMALLEST_HALF = -65504.0
@@ -45,10 +44,9 @@ SMALLEST_HALF = -65504.0
 class PosteriorCodec(FreshDraws):
     """Head, tail mass, and the exact p_x that every store keeps.
 
-    Arrays for M < V: ``entry_rank`` [M] in byte planes, 1 + frequency rank, 0 where unused;
-    ``entry_step`` [M] in byte planes, growth of round(-log p / log_prob_step_nats) from the entry
-    before; ``tail_log_mass`` float16, log of what the entries and the token leave over.
-    Arrays for M >= V: ``log_probs`` [V] float16.
+    Arrays for M < V: ``entry_rank`` [M] in byte planes, 1 + frequency rank, 0 where unused; ``entry_step`` [M] in byte
+    planes, growth of round(-log p / log_prob_step_nats) from the entry before; ``tail_log_mass`` float16, log of what
+    the entries and the token leave over. Arrays for M >= V: ``log_probs`` [V] float16.
 
     Attributes:
         num_entries: M, the most entries a position can have.
@@ -181,7 +179,8 @@ class PosteriorCodec(FreshDraws):
         scale = torch.where(wanted > 0, wanted / total.clamp(min=1e-30), 1.0).clamp(0.5, 2.0)
         probs = torch.cat([probs * scale[:, None].float(), own[:, None].float()], dim=1)
         ids = torch.cat([ids, tokens[:, None]], dim=1)
-        head = Entries(ids, probs, torch.cat([others, torch.ones_like(others[:, :1])], dim=1))
+        used = torch.cat([others, torch.ones_like(others[:, :1])], dim=1)
+        head = Entries(ids, probs, used, len(unigram_probs))
         known = torch.where(head.used, unigram_probs[ids], 0.0).sum(1, dtype=torch.float64)
         tail_scale = tail_mass / (1 - known).clamp(min=1e-9)
         return HeadAndTail(head, tail_scale.float(), unigram_probs)

@@ -8,24 +8,28 @@ posterior   the teacher's distribution, its head      fresh at every visit  ~110
 hidden      the teacher's last hidden state           fresh at every visit  its width
 
 In come ``TeacherOutput`` records (or stored arrays), out go arrays [B, T, ...] (or ``Noise``). A
-codec is one frozen dataclass; others register by entry point, see registry.py.
+codec is one frozen dataclass, a file each, found by name: ``CODECS`` below, or an entry point.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import ClassVar, Protocol, runtime_checkable
+from importlib.metadata import EntryPoint, entry_points
+from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import numpy as np
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from shards.errors import UsageError
-from shards.noise.kinds import KeyedPosterior, KeyedPrior, Noise, PriorNoise, Probabilities
+from shards.errors import UsageError, did_you_mean
+from shards.noise.embedding import Noise
+from shards.noise.gumbel import KeyedPosterior, KeyedPrior, Probabilities
 from shards.noise.philox import PositionKeys
+from shards.settings import from_mapping
 
 
 @dataclass(frozen=True)
@@ -127,7 +131,7 @@ class Codec(Protocol):
         remedy = "extract with the codec posterior or hidden"
         raise UsageError(what, where=f"codec {self.name}", remedy=remedy)
 
-    def prior(self, keys: PositionKeys, vocab_size: int) -> PriorNoise:
+    def prior(self, keys: PositionKeys, vocab_size: int) -> KeyedPrior:
         """Noise to sample with: cut off as :meth:`decode` cuts off what the student trains on.
 
         The untruncated prior, unless a codec cuts.
@@ -175,3 +179,35 @@ def position_keys(output: TeacherOutput, seed: int, draw: int = 0) -> PositionKe
     positions = torch.arange(1, num_tokens + 1, device=output.tokens.device)
     rows = output.rows.to(output.tokens.device)
     return PositionKeys(seed, rows.repeat_interleave(num_tokens), positions.repeat(num_rows), draw)
+
+
+ENTRY_POINTS = "gdistill.codecs"
+CODECS = {
+    kind.lower(): EntryPoint(kind.lower(), f"shards.codec.{kind.lower()}:{kind}Codec", ENTRY_POINTS)
+    for kind in ("Full", "Quantized", "TopK", "Seeded", "Posterior", "Hidden")
+}
+
+
+def make_codec(name: str, /, **parameters: Any) -> Codec:
+    """The codec of that name: one of ours, or PACKAGE/NAME, as an installed package registers it::
+
+        [project.entry-points."gdistill.codecs"]
+        "acme-codecs/path" = "acme_codecs.path:PathCodec"
+
+    Raises:
+        UsageError: For an unknown name or parameter (naming the nearest known one), or a bad value.
+    """
+    known = CODECS if name in CODECS else {**CODECS, **{p.name: p for p in entry_points(group=ENTRY_POINTS)}}
+    if name not in known:
+        package, slash, _ = name.partition("/")
+        if slash:
+            what = "the codec is of a package that is not installed, or offers it no more"
+            raise UsageError(what, got=name, remedy=f"pip install {package}")
+        hint = did_you_mean(name, known, f"known codecs: {sorted(known)}")
+        raise UsageError("unknown codec", got=name, remedy=hint)
+    return from_mapping(known[name].load(), parameters, where=f"codec {name}")
+
+
+def codec_parameters(codec: Codec) -> dict[str, Any]:
+    """JSON-ready parameters from which ``make_codec(name, **parameters)`` rebuilds the codec."""
+    return dataclasses.asdict(codec)  # type: ignore[call-overload]

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from shards.codec.full import StoredNoise, encode_draw, passes_token
 from shards.codec.protocol import Arrays, ArraySpec, Codec, LogProbs, TeacherOutput, Tokens
-from shards.noise.kinds import KeyedPosterior
+from shards.noise.gumbel import KeyedPosterior
 from shards.noise.philox import PositionKeys
 
 

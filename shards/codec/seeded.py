@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import ClassVar
 
@@ -27,8 +27,7 @@ from shards.codec.full import encode_draw
 from shards.codec.ids import FrequencyOrder, check_ranks, cut_slots, from_planes, plane_specs, to_planes, used_width
 from shards.codec.protocol import Arrays, ArraySpec, Codec, LogProbs, TeacherOutput, Tokens
 from shards.errors import GdistillError, UsageError
-from shards.noise.gumbel import add_wait_, token_gumbels
-from shards.noise.kinds import Entries, KeyedPosterior, KeyedPrior, TokenNoise
+from shards.noise.gumbel import Entries, KeyedPosterior, KeyedPrior, TokenNoise, add_wait_, token_gumbels
 from shards.noise.murmur3 import EngineKeys
 from shards.noise.philox import PositionKeys
 from shards.settings import check_bounds, setting
@@ -72,10 +71,6 @@ class ShiftedNoise(TokenNoise):
         arrivals[rows, columns] *= factors
         return arrivals
 
-    def split(self, width: int) -> list[ShiftedNoise]:
-        parts = zip(super().split(width), self.factors.split(width, self.vocab_size), strict=True)
-        return [replace(part, factors=factors) for part, factors in parts]
-
 
 @dataclass(frozen=True)
 class ShiftScale:
@@ -103,12 +98,11 @@ class SeededCodec(Codec):
     """Arrays: ``shift_gap`` [M] in byte planes, frequency rank less that of the stored entry before
     (the first plus 1), 0 where unused; ``shift_code`` [M] in byte planes; ``coarsening`` uint8.
 
-    Given E_0 the number of shifts above eps is a sum of independent events with a mean of at most
-    E_0 / (e^eps - 1), and the generator gives no E_0 above 16.7: the default M is that mean plus
-    six standard deviations, which no distribution fills. Unused slots cost next to nothing once
-    compressed. Where ``max_entries`` is set lower, a position with more shifts than slots is stored
-    at the least tolerance eps * 2^c that fits, up to 0.5: its error may pass eps, and its token
-    stays the argmax.
+    Given E_0 the number of shifts above eps is a sum of independent events with a mean of at most E_0 / (e^eps - 1),
+    and the generator gives no E_0 above 16.7: the default M is that mean plus six standard deviations, which no
+    distribution fills. Unused slots cost next to nothing once compressed. Where ``max_entries`` is set lower, a
+    position with more shifts than slots is stored at the least tolerance eps * 2^c that fits, up to 0.5: its error may
+    pass eps, and its token stays the argmax.
 
     Attributes:
         tolerance_nats: eps, the largest error of any xi where ``coarsening`` is 0.
@@ -238,7 +232,7 @@ class SeededCodec(Codec):
         factors = self._shifts(codes, arrays["coarsening"]).exp().float()
         ids = order.id_of_rank[(gaps.cumsum(1) - 1).clamp(min=0)]
         frozen = PositionKeys(keys.seed, keys.rows, keys.positions)
-        entries = Entries(ids, factors, used)
+        entries = Entries(ids, factors, used, vocab_size)
         return ShiftedNoise(frozen, tokens, log_p, entries, vocab_size)
 
 

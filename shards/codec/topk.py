@@ -1,10 +1,9 @@
 """``topk``: the k largest xi of one posterior draw, and the total weight of the others.
 
 What the student is shown is cut off after the k largest entries, at training and at sampling time
-alike: :meth:`TopKCodec.prior` draws the k largest of V prior Gumbels in O(k). The observed token
-is seldom among the k largest, so its xi has a field of its own; it is not shown to the student,
-who could tell the token by an entry below the cut, but stands in for the token wherever the
-whole draw is wanted (``gdistill-shards show``).
+alike: :meth:`TopKCodec.prior` draws the k largest of V prior Gumbels in O(k). The observed token is seldom among the k
+largest, so its xi has a field of its own; it is not shown to the student, who could tell the token by an entry below
+the cut, but stands in for the token wherever the whole draw is wanted (``gdistill-shards show``).
 """
 
 from __future__ import annotations
@@ -20,8 +19,7 @@ from torch import Tensor
 from shards.codec.full import encode_draw, half_gumbels
 from shards.codec.ids import check_ranks, from_planes, plane_specs, to_planes
 from shards.codec.protocol import Arrays, ArraySpec, Codec, LogProbs, TeacherOutput, Tokens
-from shards.noise.gumbel import arrivals_from_gumbel
-from shards.noise.kinds import KeyedPosterior
+from shards.noise.gumbel import KeyedPosterior, arrivals_from_gumbel
 from shards.noise.order_statistics import SparseNoise, TopPrior
 from shards.noise.philox import PositionKeys
 from shards.settings import check_bounds, setting

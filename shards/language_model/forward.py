@@ -29,16 +29,7 @@ def largest_batch(row_elements: int, device: torch.device) -> int:
 
 
 def require_indexable(row_elements: int, device: torch.device, remedy: str) -> None:
-    """Refuse rows of which a GPU's kernels cannot index one.
-
-    Args:
-        row_elements: Elements of the largest tensor of a row: tokens x vocabulary.
-        device: Where it would be computed.
-        remedy: What to do instead.
-
-    Raises:
-        GdistillError: For such a row.
-    """
+    """Refuse rows of which a GPU's kernels cannot index one; ``row_elements``: tokens x vocabulary."""
     if device.type == "cuda" and row_elements > LARGEST_GPU_TENSOR:
         what, got = "one row is too long for a GPU's kernels", f"{row_elements:,} logits of a row"
         expected = f"at most {LARGEST_GPU_TENSOR:,}, tokens x vocabulary"
@@ -71,14 +62,7 @@ class BatchSize:
             start = part.stop
 
     def halve(self, error: BaseException, num_rows: int | None = None) -> None:
-        """Back off, or give up at one row.
-
-        Args:
-            num_rows: Rows of the batch that did not fit, where it was a smaller one.
-
-        Raises:
-            GdistillError: If a single row does not fit.
-        """
+        """Back off from a batch of ``num_rows`` rows that did not fit; GdistillError if it had one."""
         failed = min(self.rows, num_rows or self.rows)
         if failed == 1:
             what = "out of memory with a batch of one row"
@@ -168,9 +152,8 @@ def allow_tf32(device: torch.device) -> str:
 
 # The last layer of a model: logits in float32 whatever the precision of the rest.
 #
-# Logits of GPT-2 lie around -90, where bfloat16 steps by half a nat; rounding them costs 0.01 nats
-# of KL per token. The product of bfloat16 factors is exact in float32, so the head never rounds at
-# all.
+# Logits of GPT-2 lie around -90, where bfloat16 steps by half a nat; rounding them costs 0.01 nats of KL per token.
+# The product of bfloat16 factors is exact in float32, so the head never rounds at all.
 
 
 class Float32Head(nn.Module):

@@ -4,9 +4,8 @@ In comes a folder or a hub id; out comes a network in evaluation mode that is wh
 weight there, each position seeing earlier tokens only, context length and vocabulary told from any
 configuration. Code that lies beside a model runs only where the user asked for it.
 
-Everything that can be wrong with a model and be told from its configuration is told here, so that
-a run fails in its first second. A finished run never loads its teacher again; it reads the weights
-to hash them.
+Everything that can be wrong with a model and be told from its configuration is told here, so that a run fails in its
+first second. A finished run never loads its teacher again; it reads the weights to hash them.
 """
 
 from __future__ import annotations
@@ -187,10 +186,10 @@ def find_pretrained(
     role: Role = "teacher",
     local_files_only: bool = False,
 ) -> PretrainedFiles:
-    """The files of a local model directory or, downloaded if need be, of a hub id.
+    """The files of a local model directory (``~`` is the home directory) or, downloaded if need be, of a hub id.
 
     Args:
-        location: Directory (``~`` is the home directory) or hub id.
+        location: Directory or hub id.
         revision: Branch, tag or commit of a hub model.
         trust_remote_code: Whether the model's own code may run.
         weights: Whether to download the weights too.
@@ -198,8 +197,7 @@ def find_pretrained(
         local_files_only: Take a hub model from the local cache or not at all.
 
     Raises:
-        UsageError: If there is no such folder or hub model, it has no configuration, or a revision
-            of a folder is asked for.
+        UsageError: If there is none, it has no configuration, or a revision of a folder is asked for.
     """
     path = Path(os.path.expanduser(location))
     if path.exists() or looks_local(str(location)):
@@ -352,7 +350,14 @@ def load_causal_model(
                 **options,
             )
     except Exception as error:  # transformers lets errors of many libraries through
-        raise _not_loaded(files, attention, device_map, error) from error
+        if attention and attention in str(error):
+            what, where = "the attention kernel cannot be used", f"attention, {files.role} {files.name}"
+            expected = f"eager, sdpa, or another of transformers that works here: {first_line(error)}"
+            raise UsageError(what, where=where, got=attention, expected=expected) from error
+        if device_map is not None:
+            what, remedy = f"the {files.role} cannot be spread like this", first_line(error)
+            raise UsageError(what, where="device_map", got=device_map, remedy=remedy) from error
+        raise not_causal_lm(files, error) from error
     network, report = loaded
     missing = sorted(report["missing_keys"])
     if missing:
@@ -372,29 +377,12 @@ def load_causal_model(
     return model
 
 
-def _not_loaded(
-    files: PretrainedFiles, attention: str | None, device_map: DeviceMap, error: Exception
-) -> GdistillError:
-    if attention and attention in str(error):
-        what, where = "the attention kernel cannot be used", f"attention, {files.role} {files.name}"
-        expected = f"eager, sdpa, or another of transformers that works here: {first_line(error)}"
-        return UsageError(what, where=where, got=attention, expected=expected)
-    if device_map is None:
-        return not_causal_lm(files, error)
-    what, remedy = f"the {files.role} cannot be spread like this", first_line(error)
-    return UsageError(what, where="device_map", got=device_map, remedy=remedy)
-
-
 def check_device_map(device_map: DeviceMap) -> None:
-    """Refuse a place that is not here.
+    """Refuse a device that is not there.
 
     Args:
-        device_map: One of ``auto``, ``balanced``, ``balanced_low_0``, ``sequential``, a device, or
-            module name -> device ("" names the whole model); None for one device. Accelerate puts
-            whole layers on the devices; a row passes them one after the other.
-
-    Raises:
-        UsageError: For a device that is not there.
+        device_map: ``auto``, ``balanced``, ``balanced_low_0``, ``sequential``, a device, or module name -> device (""
+            names the whole model); None for one device. Accelerate puts whole layers on the devices.
     """
     if device_map is None or (isinstance(device_map, str) and device_map in AUTOMATIC):
         return
@@ -460,10 +448,8 @@ def _probe(model: CausalModel, vocab_size: int, float32_logits: bool) -> None:
         raise UsageError(what, where=files.name, got=got, expected=expected, remedy=remedy)
 
 
-# One tiny forward pass at load: does each position see earlier tokens only?
-#
-# A model type says little: ``AutoModelForCausalLM`` loads a BERT as well, whose log p of a token
-# has seen the token. So the model is asked.
+# A model type says little: ``AutoModelForCausalLM`` loads a BERT as well, whose log p of a token has seen the token.
+# So the model is asked, in one tiny forward pass.
 
 
 LENGTH, NUM_VARIANTS = 8, 3

@@ -12,11 +12,18 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from shards.errors import GdistillError, first_line
-from shards.noise.gumbel import exponential_from_bits
+from shards.errors import GdistillError, UsageError, first_line
+from shards.noise.philox import (
+    MASK,
+    MULTIPLIERS,
+    PositionKeys,
+    compiled_kernels,
+    eager,
+    exponential_from_bits,
+    later_keys,
+    shared_rounds,
+)
 
-MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
-MASK = 0xFFFFFFFF
 LARGEST_ULPS = {"cpu": 0, "cuda": 2}
 """How far the kernels may differ, in units of the last place: results on a CPU are reproduced bit
 for bit, and a GPU's compiler has a logarithm of its own."""
@@ -66,3 +73,47 @@ def compiled_kernel(arguments: Sequence[Tensor], expected: Float[Tensor, "n bloc
     what, remedy = "the compiled noise kernel gives other numbers", "choose the kernel eager"
     where, got = expected.device, f"{min(apart)} units of the last place apart"
     raise GdistillError(what, where=where, got=got, expected=f"at most {most}", remedy=remedy)
+
+
+def use_noise_kernel(kernel: str, device: torch.device | str = "cpu") -> str:
+    """Choose this process's kernel for a kind of device; ``eager`` until told otherwise.
+
+    ``compiled`` compiles at once (some seconds) and is compared with ``eager`` on the device: bit
+    for bit on a CPU, within 2 units of the last place on a GPU. ``auto`` does so on CUDA, where the
+    eager one is bound by memory traffic, and stays with ``eager`` elsewhere, or where it cannot be compiled.
+
+    Returns:
+        Why ``auto`` went without the compiled kernel on a CUDA device; else empty.
+
+    Raises:
+        UsageError: For an unknown name.
+        GdistillError: If ``compiled`` cannot be compiled, or differs; the kernel is then unchanged.
+    """
+    if kernel not in ("auto", "eager", "compiled"):
+        expected = "one of auto, eager, compiled"
+        raise UsageError("unknown noise kernel", got=kernel, expected=expected)
+    device = torch.device(device)
+    if kernel == "eager" or (kernel == "auto" and device.type != "cuda"):
+        compiled_kernels.pop(device.type, None)
+        return ""
+    try:
+        compiled_kernels[device.type] = _compile(device)
+    except GdistillError as error:
+        if kernel == "compiled":
+            raise
+        compiled_kernels.pop(device.type, None)
+        return str(error)
+    return ""
+
+
+def _compile(device: torch.device) -> Callable[..., Tensor]:
+    index = torch.arange(96, device=device)
+    keys = PositionKeys(0x123456789ABCDEF, index, index + 1, 7)
+    rows, columns = shared_rounds(keys, 0, 1000)
+    arguments = (*rows, *columns, later_keys(keys.seed, index.device))
+    return compiled_kernel(arguments, eager(rows, columns, keys.seed))
+
+
+def noise_kernel(device: torch.device | str = "cpu") -> str:
+    """The kernel in use on a kind of device, ``eager`` or ``compiled``."""
+    return "compiled" if torch.device(device).type in compiled_kernels else "eager"

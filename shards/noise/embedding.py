@@ -9,17 +9,18 @@ regenerated tiles. Where only k entries are known, it is a gather of k rows of W
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from abc import abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import Any, Literal
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from shards.noise.philox import Index
+from shards.noise.philox import OfPositions
 
 TILES = {"cpu": (1024, 512), "cuda": (8192, 2048)}
 """(positions, vocabulary ids) of a tile: within a core's cache, or at most so many on a GPU, where
@@ -30,6 +31,10 @@ FEWEST_POSITIONS = 1024
 LARGEST_LOG_RATE = 80.0
 """Rates F^-tau are capped at e^80, so that sums of them stay finite in float32 (and in bf16)."""
 Transform = Literal["gumbel", "gaussian", "uniform"]
+Weight = Float[Tensor, "v d"]
+Embeddings = Float[Tensor, "n d"]
+Tile = Float[Tensor, "n tile"]
+"""Of n positions, vocabulary ids start..stop-1."""
 
 
 def gumbel_rates(arrivals: Float[Tensor, "*s"], tau: float) -> Float[Tensor, "*s"]:
@@ -47,8 +52,7 @@ def uniform_rates(arrivals: Float[Tensor, "*s"], tau: float) -> Float[Tensor, "*
 def gaussian_rates(arrivals: Float[Tensor, "*s"], tau: float) -> Float[Tensor, "*s"]:
     """exp(tau z) with z = Phi^-1(exp(-F)): standard normal a priori.
 
-    The smaller of exp(-F) and 1 - exp(-F) goes into the quantile function, so both tails keep
-    their precision.
+    The smaller of exp(-F) and 1 - exp(-F) goes into the quantile function, so both tails keep their precision.
     """
     tiny = torch.finfo(torch.float32).tiny
     lower = torch.special.ndtri(torch.exp(-arrivals).clamp_min(tiny))
@@ -62,30 +66,6 @@ RATES: dict[str, Callable[[Tensor, float], Tensor]] = {
     "gaussian": gaussian_rates,
     "uniform": uniform_rates,
 }
-
-
-@runtime_checkable
-class Tiles(Protocol):
-    """n positions x V arrival times, read a tile at a time."""
-
-    @property
-    def num_positions(self) -> int: ...
-
-    @property
-    def vocab_size(self) -> int: ...
-
-    @property
-    def device(self) -> torch.device: ...
-
-    def tile(self, start: int, stop: int) -> Float[Tensor, "n tile"]:
-        """Arrival times of vocabulary ids start..stop-1; +inf where an entry was cut off."""
-        ...
-
-    def select(self, index: Index) -> Tiles: ...
-
-    def split(self, width: int) -> Sequence[Tiles]:
-        """The same of ``width`` consecutive positions at a time; there is always one part."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -107,11 +87,52 @@ class Weighting:
         return RATES[self.transform](arrivals, self.tau)
 
 
+class Noise(OfPositions):
+    """n positions x V vocabulary entries of arrival times F = exp(-xi), float32, read in tiles.
+
+    Nothing asks for the whole [n, V] tensor: readers walk the vocabulary, and a tile that is asked for twice (in
+    forward and in backward) has the same bits both times. (Over other positions the product behind the codec
+    ``hidden`` may round its last bit differently, since matrix products do.)
+    """
+
+    vocab_size: int
+
+    @property
+    @abstractmethod
+    def device(self) -> torch.device: ...
+
+    @abstractmethod
+    def tile(self, start: int, stop: int) -> Tile:
+        """Arrival times of vocabulary ids start..stop-1; +inf where an entry was cut off."""
+
+    def gumbels(self, start: int = 0, stop: int | None = None) -> Tile:
+        """xi of vocabulary ids start..stop-1 (all by default), -inf where cut off.
+
+        Not always -log of the tile: the token's own xi may lie beyond what F can hold.
+        """
+        return -self.tile(start, self.vocab_size if stop is None else stop).log()
+
+    def softmax_embed(self, weight: Weight, weighting: Weighting | None = None) -> Embeddings:
+        """softmax(xi) @ weight in float32, without the [n, V] softmax; differentiable in weight.
+
+        Args:
+            weight: [V, D], one row per vocabulary id.
+            weighting: tau, a transform of the noise, a prior over ids; softmax(xi) by default.
+        """
+        walk = Walk(self, weighting or Weighting())
+        return TiledProjection.apply(walk, weight, product_dtype(weight))
+
+
+def dense_arrivals(noise: Noise) -> Float[Tensor, "n v"]:
+    """All arrival times at once; for small vocabularies, tests and diagnostics."""
+    return noise.tile(0, noise.vocab_size)
+
+
 @dataclass(frozen=True)
 class Walk:
     """How one noise is turned into unnormalised softmax weights, tile by tile."""
 
-    noise: Tiles
+    noise: Noise
     weighting: Weighting
 
     def vocabulary_tiles(self) -> list[slice]:
@@ -214,8 +235,3 @@ def add_product(total: Tensor, left: Tensor, right: Tensor, *, first: bool = Fal
         torch.mm(left, right, out=total)
     else:
         total.addmm_(left, right)
-
-
-def embed_tiles(noise: Tiles, weight: Float[Tensor, "v d"], weighting: Weighting) -> Float[Tensor, "n d"]:
-    """Embeddings of n noise vectors by a walk over all V entries."""
-    return TiledProjection.apply(Walk(noise, weighting), weight, product_dtype(weight))

@@ -113,8 +113,8 @@ def engine_gumbels(
 class EngineKeys(OfPositions):
     """Names n positions for the engine's generator, as PositionKeys do for ours.
 
-    :class:`~shards.noise.kinds.KeyedPrior` of them is the noise that an engine draws the tokens of
-    its requests with, and :class:`~shards.noise.kinds.KeyedPosterior` decodes a store under it.
+    :class:`~shards.noise.gumbel.KeyedPrior` of them is the noise that an engine draws the tokens of
+    its requests with, and :class:`~shards.noise.gumbel.KeyedPosterior` decodes a store under it.
 
     Attributes:
         seeds: The requests' seeds; [n] int64.

@@ -16,9 +16,8 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn.functional import embedding_bag
 
-from shards.noise.embedding import Weighting
-from shards.noise.gumbel import place_tokens
-from shards.noise.kinds import Embeddings, KeyedPrior, TiledNoise, Weight
+from shards.noise.embedding import Embeddings, Noise, Weight, Weighting
+from shards.noise.gumbel import KeyedPrior, place_tokens
 from shards.noise.philox import PositionKeys, keyed_exponentials, stream_bits, stream_exponentials
 
 GAP_STREAM, ID_STREAM, REST_STREAM = 1, 2, 3
@@ -30,7 +29,7 @@ EXPONENTIAL_INTEGRAL = (-0.57721566, 0.99999193, -0.24991055, 0.05519968, -0.009
 
 
 @dataclass(frozen=True)
-class SparseNoise(TiledNoise):
+class SparseNoise(Noise):
     """Noise of which only k entries per position are known; the others count in the denominator.
 
     Attributes:
@@ -39,9 +38,8 @@ class SparseNoise(TiledNoise):
         vocab_size: V.
         rest_rate: [n] float32, sum of 1/F over the other V - k entries: their share of
             ``sum(1/F)``, the denominator of softmax(xi).
-        own: The observed tokens [n] and their xi [n], where those are known apart. A student is not
-            shown them (it could tell the token by an entry below the cut): they are in
-            :meth:`gumbels` alone.
+        own: The observed tokens [n] and their xi [n], where those are known apart. A student is not shown them (it
+            could tell the token by an entry below the cut): they are in :meth:`gumbels` alone.
     """
 
     ids: Int[Tensor, "n k"]

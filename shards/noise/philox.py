@@ -21,19 +21,17 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from functools import cached_property, lru_cache
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, TypeVar, cast, no_type_check
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from shards.errors import GdistillError, UsageError
-from shards.noise.compiled import MASK, MULTIPLIERS, compiled_kernel
-from shards.noise.gumbel import exponential_from_bits
-
 Index = Int[Tensor, "m"] | Bool[Tensor, "n"] | slice
 """Which of n positions: their places, a mask, or a range."""
 This = TypeVar("This", bound="OfPositions")
+MASK = 0xFFFFFFFF
+MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 WEYL = (0x9E3779B9, 0xBB67AE85)
 NUM_ROUNDS = 10
 POSITION_BITS = 20
@@ -73,19 +71,29 @@ class OfPositions(ABC):
 
     def split(self: This, width: int) -> list[This]:
         """The same of ``width`` consecutive positions at a time; there is always one part."""
-        starts = range(0, max(1, self.num_positions), width)
-        return [self.select(slice(start, start + width)) for start in starts]
+        num_parts = max(1, -(-self.num_positions // width))
+        parts: list[dict[str, Any]] = [{} for _ in range(num_parts)]
+
+        def split(value: Any) -> Any:
+            if isinstance(value, tuple):
+                return zip(*map(split, value), strict=True)
+            return value.split(width) if hasattr(value, "split") else [value] * num_parts
+
+        for name in self._names(but=self.of_vocabulary):
+            for part, value in zip(parts, split(getattr(self, name)), strict=True):
+                part[name] = value
+        return [replace(cast(Any, self), **part) for part in parts]
+
+    def _names(self, but: tuple[str, ...] = ()) -> list[str]:
+        return [field.name for field in fields(cast(Any, self)) if field.name not in but]
 
     def _changed(self: This, change: Callable[[Any], Any], but: tuple[str, ...] = ()) -> This:
-        this: Any = self
-        names = [field.name for field in fields(this) if field.name not in but]
-        return replace(this, **{name: _changed(getattr(this, name), change) for name in names})
+        def changed(value: Any) -> Any:
+            if isinstance(value, tuple):
+                return tuple(map(changed, value))
+            return change(value) if hasattr(value, "to") else value
 
-
-def _changed(value: Any, change: Callable[[Any], Any]) -> Any:
-    if isinstance(value, tuple):
-        return tuple(_changed(entry, change) for entry in value)
-    return change(value) if hasattr(value, "to") else value
+        return replace(cast(Any, self), **{name: changed(getattr(self, name)) for name in self._names(but)})
 
 
 @dataclass(frozen=True)
@@ -93,7 +101,7 @@ class PositionKeys(OfPositions):
     """Names n token positions for the counter-based generator.
 
     Attributes:
-        seed: 63-bit stream seed (see :func:`shards.provenance.derive_seed`).
+        seed: 63-bit stream seed (see :func:`shards.settings.derive_seed`).
         rows: Row index in the split, or sample index when sampling; [n] int64, below 2^44.
         positions: Token position in the row; [n] int64, below 2^20.
         draw: Which draw of the same position: 0 for a frozen draw, else the visit (epoch).
@@ -192,52 +200,18 @@ BLOCK_ELEMENTS = 1 << 15
 """Counters per block and thread: six int64 buffers of that size fit a level-2 cache of 2 MB."""
 SMALLEST_COMPILED = 1 << 12
 """Below this many counters a call of the compiled kernel costs more than it saves."""
-_compiled: dict[str, Callable[..., Tensor]] = {}
+compiled_kernels: dict[str, Callable[..., Tensor]] = {}
 
 
-def use_noise_kernel(kernel: str, device: torch.device | str = "cpu") -> str:
-    """Choose this process's kernel for a kind of device; ``eager`` until told otherwise.
+@no_type_check  # part of a compiled kernel, which cannot trace checks of annotations
+def exponential_from_bits(bits: Int[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
+    """Exp(1) variates from 32 random bits each, float32, in [1.2e-10, 16.7].
 
-    ``compiled`` compiles at once (some seconds) and is compared with ``eager`` on the device: bit
-    for bit on a CPU, within 2 units of the last place on a GPU. ``auto`` does so on CUDA, where the
-    eager one is bound by memory traffic, and stays with ``eager`` elsewhere, or where it cannot be
-    compiled.
-
-    Returns:
-        Why ``auto`` went without the compiled kernel on a CUDA device; else empty.
-
-    Raises:
-        UsageError: For an unknown name.
-        GdistillError: If ``compiled`` cannot be compiled, or differs; the kernel is then unchanged.
+    The inverse transform E = -log(1 - u), u = (bits + 1/2) / 2^32, is finest near E = 0, where
+    the large Gumbel values lie.
     """
-    if kernel not in ("auto", "eager", "compiled"):
-        expected = "one of auto, eager, compiled"
-        raise UsageError("unknown noise kernel", got=kernel, expected=expected)
-    device = torch.device(device)
-    if kernel == "eager" or (kernel == "auto" and device.type != "cuda"):
-        _compiled.pop(device.type, None)
-        return ""
-    try:
-        _compiled[device.type] = _compile(device)
-    except GdistillError as error:
-        if kernel == "compiled":
-            raise
-        _compiled.pop(device.type, None)
-        return str(error)
-    return ""
-
-
-def _compile(device: torch.device) -> Callable[..., Tensor]:
-    index = torch.arange(96, device=device)
-    keys = PositionKeys(0x123456789ABCDEF, index, index + 1, 7)
-    rows, columns = _shared_rounds(keys, 0, 1000)
-    arguments = (*rows, *columns, _later_keys(keys.seed, index.device))
-    return compiled_kernel(arguments, _eager(rows, columns, keys.seed))
-
-
-def noise_kernel(device: torch.device | str = "cpu") -> str:
-    """The kernel in use on a kind of device, ``eager`` or ``compiled``."""
-    return "compiled" if torch.device(device).type in _compiled else "eager"
+    uniform = bits.to(torch.float32).add_(0.5).mul_(2.0**-32).clamp_(max=1 - 2.0**-24)
+    return uniform.neg_().log1p_().neg_()
 
 
 def keyed_exponentials(keys: PositionKeys, start: int, stop: int) -> Float[Tensor, "n tile"]:
@@ -247,14 +221,14 @@ def keyed_exponentials(keys: PositionKeys, start: int, stop: int) -> Float[Tenso
     """
     # Integers have no gradients; under one mode there is one compiled kernel for all callers.
     with torch.inference_mode(False), torch.no_grad():
-        rows, columns = _shared_rounds(keys, start, stop)
-        compiled = _compiled.get(rows[0].device.type)
+        rows, columns = shared_rounds(keys, start, stop)
+        compiled = compiled_kernels.get(rows[0].device.type)
         num, blocks = rows[0].shape[0], columns[0].shape[1]
         # Sizes of 1 would be compiled apart.
         if compiled is not None and min(num, blocks) > 1 and num * blocks >= SMALLEST_COMPILED:
-            variates = compiled(*rows, *columns, _later_keys(keys.seed, rows[0].device))
+            variates = compiled(*rows, *columns, later_keys(keys.seed, rows[0].device))
         else:
-            variates = _eager(rows, columns, keys.seed)
+            variates = eager(rows, columns, keys.seed)
     offset = start % 4
     return variates.flatten(1)[:, offset : offset + stop - start]
 
@@ -265,7 +239,7 @@ def stream_exponentials(keys: PositionKeys, stream: int, count: int) -> Float[Te
     return keyed_exponentials(keys, start, start + count)
 
 
-def _shared_rounds(keys: PositionKeys, start: int, stop: int) -> tuple[WordList, WordList]:
+def shared_rounds(keys: PositionKeys, start: int, stop: int) -> tuple[WordList, WordList]:
     """Two rounds in factored form: c0 = r0 ^ s0, c1 = s1, c2 = r2 ^ s2, c3 = r3.
 
     Returns:
@@ -286,12 +260,12 @@ def _column_rounds(seed: int, draw: int, start: int, stop: int, device: torch.de
 
 
 @lru_cache(maxsize=64)
-def _later_keys(seed: int, device: torch.device) -> Tensor:
+def later_keys(seed: int, device: torch.device) -> Tensor:
     """Kept on the device: copying them there at every call would make the host wait."""
     return torch.tensor(round_keys(seed)[SHARED_ROUNDS:], device=device)
 
 
-def _eager(rows: WordList, columns: WordList, seed: int) -> Float[Tensor, "n blocks 4"]:
+def eager(rows: WordList, columns: WordList, seed: int) -> Float[Tensor, "n blocks 4"]:
     """The remaining rounds and the inverse transform, in place."""
     num_positions, num_blocks = rows[0].shape[0], columns[0].shape[1]
     out = torch.empty(num_positions, num_blocks, 4, device=rows[0].device)

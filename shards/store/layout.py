@@ -8,9 +8,8 @@
             <split>/<array>/c/<i>/0/...     shard i: rows [i * rows_per_shard, ...)
             ledger/<split>/<i>.json         one record per finished shard
 
-Inner chunks are bytes(little) -> zstd -> crc32c; the bytes of a shard: :mod:`shards.store.layout`.
-Encoding in memory first lets the writer hash and store exactly the bytes it meant, on any kind of
-storage, in one atomic put per file.
+Inner chunks are bytes(little) -> zstd -> crc32c; the bytes of a shard: :mod:`shards.store.layout`. Encoding in memory
+first lets the writer hash and store exactly the bytes it meant, on any kind of storage, in one atomic put per file.
 """
 
 from __future__ import annotations
@@ -206,11 +205,7 @@ class NativeArray:
 
 
 def decode_chunk(data: bytes, dtype: np.dtype[Any], shape: tuple[int, ...]) -> np.ndarray:
-    """The array in a zstd frame that its crc32c follows.
-
-    Raises:
-        DamagedShard: If the bytes were altered, or hold more or less than ``shape``.
-    """
+    """The array in a zstd frame that its crc32c follows; DamagedShard if the bytes are not exactly that."""
     frame = _checked(data, len(data), "an inner chunk")
     rows = np.empty(shape, dtype=dtype)
     try:
@@ -236,7 +231,7 @@ def read_array(
     Args:
         metadata: Its ``zarr.json``.
         read_chunk: A chunk's key, ``3/0`` say -> its bytes.
-        expected_shape: Its shape; None if nobody knows.
+        expected_shape: None if nobody knows.
         stored_bytes: Bytes of its chunks' files; a large array that is nearly nothing is refused.
 
     Raises:
@@ -320,9 +315,7 @@ class NativeShards:
     def read_chunk(self, index: int) -> np.ndarray:
         """All stored rows of an inner chunk (counted over the whole array), padding included.
 
-        Raises:
-            DamagedShard: If bytes are missing or were altered, or are another shard's.
-            OSError: If the file cannot be read.
+        DamagedShard if bytes are missing, altered, or another shard's; OSError if the file cannot be read.
         """
         shard, chunk = divmod(index, self.array.chunks_per_shard)
         places, checksums = self._tail(shard)
@@ -357,12 +350,7 @@ class NativeShards:
 
 
 def read_file_range(descriptor: int, start: int, length: int, expected_size: int) -> bytes:
-    """Bytes start..start+length-1 of an open file that has ``expected_size`` bytes.
-
-    Raises:
-        DamagedShard: If the file has another size.
-        OSError: If it cannot be read.
-    """
+    """Bytes start..start+length-1 of an open file that must have ``expected_size`` bytes."""
     size = os.fstat(descriptor).st_size
     if size != expected_size:
         raise DamagedShard(f"{size} bytes, expected {expected_size}")
@@ -400,12 +388,7 @@ TOO_LARGE = (
 
 
 def check_arrays(manifest: Manifest, shard: ShardRange, arrays: Mapping[str, np.ndarray]) -> None:
-    """Refuse arrays [rows, L, *trailing] that do not fit the manifest, or values that cannot be.
-
-    Raises:
-        UsageError: If an array is missing, unknown, or of another dtype or shape.
-        GdistillError: As :func:`check_values`.
-    """
+    """Refuse arrays [rows, L, *trailing] that do not fit the manifest, or values that cannot be."""
     specs = manifest.all_arrays
     if set(arrays) != set(specs):
         raise UsageError("wrong arrays", where=shard, got=sorted(arrays), expected=sorted(specs))

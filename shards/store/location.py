@@ -1,13 +1,11 @@
 """Where a store lives: a local folder or an fsspec URL, seen as names -> bytes.
 
-A name is a relative path with forward slashes. Writes are atomic: a name holds its old content or
-all of the new one.
+A name is a relative path with forward slashes. Writes are atomic: a name holds its old content or all of the new one.
 """
 
 from __future__ import annotations
 
 import errno
-import fcntl
 import os
 import stat
 from collections.abc import Iterator
@@ -15,7 +13,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Union
 
-from shards.atomic import FileRecord, discard_leftovers, fsync_path, open_itself, write_bytes_atomic
+from shards.atomic import FileRecord, discard_leftovers, file_claim, fsync_path, write_bytes_atomic
 from shards.errors import GdistillError, UsageError, path_inside, safe_name
 
 if TYPE_CHECKING:
@@ -23,11 +21,7 @@ if TYPE_CHECKING:
 
 
 def open_location(location: str | Path) -> Location:
-    """The location of a path, a ``file://`` URL or any fsspec URL (``s3://``, ``memory://``).
-
-    Raises:
-        UsageError: If the scheme is unknown or its package is not installed.
-    """
+    """The location of a path, a ``file://`` URL or any fsspec URL; UsageError for one that cannot be reached."""
     text = str(location)
     scheme, separator, rest = text.partition("://")
     if not separator:
@@ -99,13 +93,6 @@ class LocalLocation:
 
     def sizes(self, prefix: str = "") -> dict[str, int]:
         """Every file below ``prefix`` (a folder; "" for all) with its size; claims left out."""
-        return {name: found.st_size for name, found in self._listing(prefix).items()}
-
-    def written_at(self, prefix: str) -> dict[str, float]:
-        """Unix time of the last write of every file below ``prefix``, where the place tells it."""
-        return {name: found.st_mtime for name, found in self._listing(prefix).items()}
-
-    def _listing(self, prefix: str) -> dict[str, os.stat_result]:
         top = self.root / safe_name(prefix) if prefix else self.root
         found = {}
         with self._explained(prefix, "list"):
@@ -115,14 +102,13 @@ class LocalLocation:
                 for name in names:
                     path = Path(folder, name)
                     with suppress(FileNotFoundError):  # renamed since, by who wrote it
-                        found[path.relative_to(self.root).as_posix()] = path.lstat()
+                        found[path.relative_to(self.root).as_posix()] = path.lstat().st_size
         return found
 
     def open_file(self, name: str, record: FileRecord) -> int:
         """A descriptor of a local file that ``record`` describes: the file itself, or a copy.
 
-        A copy has been hashed; the file itself is checked by its reader, chunk by chunk. The caller
-        closes it.
+        A copy has been hashed; the file itself is checked by its reader, chunk by chunk. The caller closes it.
         """
         return self._open(name)
 
@@ -183,66 +169,9 @@ class LocalLocation:
 
 Location = Union[LocalLocation, "shards.store.remote.RemoteLocation"]
 """The few storage operations that a store needs, as :class:`LocalLocation` describes them."""
-_held: set[int] = set()
-"""Descriptors of the locks of this process. A lock lasts until every copy of its descriptor is
-closed, so a forked child must not keep one: its parent's death would not release it."""
-
-
-def _close_inherited() -> None:
-    while _held:
-        os.close(_held.pop())
-
-
-os.register_at_fork(after_in_child=_close_inherited)
 
 
 def _raise_unless_gone(error: OSError) -> None:
     """What cannot be listed must not look empty; what is gone is no longer there."""
     if not isinstance(error, FileNotFoundError | NotADirectoryError):
         raise error
-
-
-def _lock(path: Path, wait: bool) -> int | None:
-    """The descriptor of the locked file at ``path``, None if another process holds it."""
-    while True:
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            descriptor = open_itself(path, os.O_RDWR | os.O_CREAT)
-        except FileNotFoundError:  # another release removed the folder in between
-            continue
-        except FileExistsError:  # ... or between mkdir's refusal and its look at what is there
-            if path.parent.is_file():
-                raise
-            continue
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-        except BlockingIOError:
-            os.close(descriptor)
-            return None
-        except BaseException:
-            os.close(descriptor)
-            raise
-        # The previous holder may have removed the file while we waited: then our lock is on
-        # a file that nobody else can find, and worth nothing.
-        with suppress(FileNotFoundError):
-            if os.path.samestat(os.stat(path), os.fstat(descriptor)):
-                _held.add(descriptor)
-                return descriptor
-        os.close(descriptor)
-
-
-@contextmanager
-def file_claim(path: Path, wait: bool) -> Iterator[bool]:
-    """Hold ``path`` while the context lasts; gives False if it is taken and ``wait`` is off."""
-    descriptor = _lock(path, wait)
-    try:
-        yield descriptor is not None
-    finally:
-        if descriptor in _held:  # a child that was forked meanwhile holds nothing
-            try:
-                path.unlink(missing_ok=True)  # while still holding it
-                with suppress(OSError):  # other claims are still there
-                    path.parent.rmdir()
-            finally:
-                _held.discard(descriptor)
-                os.close(descriptor)

@@ -17,7 +17,7 @@ import json
 import math
 import shlex
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from functools import cached_property
 from typing import Any
 
@@ -26,8 +26,7 @@ import numpy as np
 from shards.atomic import FileRecord, canonical_json, sha256_hex
 from shards.codec.protocol import ArraySpec
 from shards.errors import GdistillError, IntegrityError, UsageError, safe_name
-from shards.provenance import derive_seed
-from shards.settings import flatten
+from shards.settings import derive_seed, flatten
 from shards.store.location import Location
 
 SEAL, MAX_DEPTH = "sha256", 32
@@ -64,12 +63,7 @@ def seal(value: Mapping[str, Any]) -> bytes:
 
 
 def parse(data: bytes, where: object) -> dict[str, Any]:
-    """The JSON object in ``data``, its seal not yet checked.
-
-    Raises:
-        IntegrityError: If ``data`` is not a JSON object, is nested deeper than anything of ours, or
-            has text that is no Unicode.
-    """
+    """The JSON object in ``data``, its seal not yet checked; IntegrityError if it is none of ours could write."""
     try:
         value = json.loads(data)
         level = [value]
@@ -142,20 +136,16 @@ class Manifest:
     """The identity of a store. All mappings hold plain JSON values.
 
     Attributes:
-        codec: ``{"name": ..., "parameters": {...}}``; see :func:`shards.codec.registry.make_codec`.
+        codec: ``{"name": ..., "parameters": {...}}``; see :func:`shards.codec.protocol.make_codec`.
         arrays: The codec's own arrays (``tokens`` and ``token_log_probs`` are always there).
         vocab_size: V, the teacher's real tokens; the mask id is V.
         row_length: L, tokens per row.
         splits: Rows of each split.
         rows_per_shard: Rows of one Zarr shard: the unit of work, of atomicity and of resume.
         rows_per_chunk: Rows of one inner chunk: the unit of reading; divides rows_per_shard.
-        teacher: id, weights_sha256, dtype, ...
-        tokenizer: id, sha256, ...
         tokens: fingerprint of the token dataset, its corpus, ...
         seed: Seed of everything that extraction drew.
         versions: Package versions that decide the bytes.
-        bos_id: Begin-of-sequence id, if there is one.
-        eos_id: End-of-sequence id, if there is one.
         files: Size and hash of every file written once; filled in by the writer.
     """
 
@@ -227,17 +217,10 @@ class Manifest:
         """The seal of ``manifest.json``; names this store's identity."""
         return digest(self.to_json())
 
-    def with_files(self, files: Mapping[str, FileRecord]) -> Manifest:
-        """The same manifest with its list of files written once."""
-        return replace(self, files=dict(files))
-
     def to_json(self) -> dict[str, Any]:
         """All fields as plain JSON values, the derived mask id included."""
         value = {f.name: getattr(self, f.name) for f in fields(self)}
-        value["arrays"] = {
-            name: {"dtype": spec.dtype, "trailing_shape": list(spec.trailing_shape)}
-            for name, spec in self.arrays.items()
-        }
+        value["arrays"] = {name: vars(spec) for name, spec in self.arrays.items()}
         value["files"] = {name: record.to_json() for name, record in self.files.items()}
         value["mask_id"] = self.mask_id
         return json.loads(json.dumps(value, default=dict, sort_keys=True))
@@ -297,13 +280,10 @@ def _file_records(values: Mapping[str, Any]) -> dict[str, FileRecord]:
 
 
 def _check(manifest: Manifest) -> None:
-    """Refuse what no store of this project says.
+    """Refuse what no store of this project says, naming the field: a store may come from anywhere.
 
-    A store may come from anywhere. What is refused here cannot name a file outside the store, ask
-    for more memory than a chunk may take, or count shards without end.
-
-    Raises:
-        UsageError: Names the field, what it holds and what it should.
+    What passes names no file outside the store, asks for no more memory than a chunk may take, and counts no shards
+    without end.
     """
     for name in MAPPINGS:
         value = getattr(manifest, name)
@@ -392,8 +372,7 @@ class ShardRecord:
         shard: Its rows.
         manifest_sha256: The seal of the manifest it was written under.
         files: File name -> size and hash.
-        tails: File name -> hash of its tail, see :mod:`shards.store.layout`; empty in records
-            written before tails.
+        tails: File name -> hash of its tail, see :mod:`shards.store.layout`; empty in records written before tails.
     """
 
     shard: ShardRange
@@ -491,10 +470,10 @@ def record_ways(place: Location, ways: Iterable[Mapping[str, Any]]) -> None:
     """Add to the list what it lacks, flat JSON values by name; the order of what is there stays."""
     with place.claim("computed", wait=True):
         known = read_ways(place)
-        new: list[dict[str, Any]] = []
+        all_ways = list(known)
         for way in map(dict, ways):
-            if way not in known and way not in new:
-                new.append(way)
-        if new:
-            text = json.dumps({"ways": [*known, *new]}, indent=2, sort_keys=True)
+            if way not in all_ways:
+                all_ways.append(way)
+        if all_ways != known:
+            text = json.dumps({"ways": all_ways}, indent=2, sort_keys=True)
             place.write(COMPUTED_FILE, text.encode() + b"\n")

@@ -15,20 +15,18 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from shards.atomic import FileRecord, write_bytes_atomic
-from shards.codec.protocol import Codec
-from shards.codec.registry import make_codec
+from shards.codec.protocol import Codec, make_codec
 from shards.errors import GdistillError, IntegrityError, UsageError, path_inside
 from shards.store.layout import (
     RESOURCES,
@@ -94,8 +92,7 @@ class ShardStore:
     def find(cls: type[Opened], place: str | Path, *, allow_incomplete: bool = False) -> Opened:
         """The store at a path or URL, or the one that a run there has written beside its tokens.
 
-        ``find(place).split("train").read_rows(0, 8)`` gives arrays by name, [8, L, ...]. Errors as
-        of :meth:`open`.
+        ``find(place).split("train").read_rows(0, 8)`` gives arrays by name, [8, L, ...]. Errors as of :meth:`open`.
         """
         candidates = (str(place), f"{str(place).rstrip('/')}/store")
         there = (name for name in candidates if open_location(name).size(MANIFEST_FILE) is not None)
@@ -216,78 +213,13 @@ def _require_codecs_arrays(manifest: Manifest, codec: Codec, where: str) -> None
         raise IntegrityError("a resource is missing", where=where, got=", ".join(sorted(missing)))
 
 
-@dataclass(frozen=True)
-class Description:
-    """A store's figures.
-
-    Attributes:
-        num_shards: Shards there will be, and of them
-        num_finished: finished ones.
-        num_tokens: Tokens in the finished shards.
-        num_bytes: Bytes of all files of the store.
-        shard_bytes: Bytes of the finished shards' files alone.
-        is_before_tails: Whether a version wrote it that recorded no tails of files.
-    """
-
-    store: ShardStore
-    num_shards: int
-    num_finished: int
-    num_tokens: int
-    num_bytes: int
-    shard_bytes: int
-    is_before_tails: bool
-
-    @classmethod
-    def of(cls, store: ShardStore) -> Description:
-        """Measure a store, finished or not."""
-        manifest, sizes = store.manifest, store.location.sizes()
-        shards, left = manifest.all_shards(), set(store.unfinished())
-        finished = [shard for shard in shards if shard not in left]
-        files = (name for shard in finished for name in manifest.shard_files(shard).values())
-        record = read_record(store.location, manifest, finished[0]) if finished else None
-        return cls(
-            store,
-            len(shards),
-            len(finished),
-            sum(shard.num_rows for shard in finished) * manifest.row_length,
-            sum(sizes.values()),
-            sum(sizes.get(name, 0) for name in files),
-            record is not None and not record.tails,
-        )
-
-    @property
-    def bytes_per_token(self) -> float | None:
-        """Of the finished shards, noise, tokens and log-probabilities together."""
-        return self.shard_bytes / self.num_tokens if self.num_tokens else None
-
-    @property
-    def fp16_vector_bytes_per_token(self) -> int:
-        """What a dense noise vector in half precision would take."""
-        return 2 * self.store.manifest.vocab_size
-
-    def to_json(self) -> dict[str, Any]:
-        """Figures and the manifest's words, JSON-ready."""
-        manifest = self.store.manifest
-        words = ("codec", "teacher", "tokenizer", "tokens", "splits", "vocab_size", "row_length")
-        figures = ("num_shards", "num_tokens", "num_bytes", "bytes_per_token")
-        return {
-            "location": self.store.location.url,
-            "manifest_sha256": manifest.sha256,
-            **{name: value for name, value in manifest.to_json().items() if name in words},
-            **{name: getattr(self, name) for name in figures},
-            "num_finished_shards": self.num_finished,
-            "fp16_vector_bytes_per_token": self.fp16_vector_bytes_per_token,
-        }
-
-
 # The rows of one split: never a fill value, never an altered byte.
 #
-# Before a shard is read, its ledger record must be there and sound. Its files must have the
-# recorded size and the recorded tail, which names every chunk by its checksum: a whole file of
-# another shard, or of an older run, is refused when it is first met. (Shards of versions before
-# tails are hashed whole then.) Every inner chunk has its crc32c, and a remote file is hashed when
-# it is copied into the cache. What a chunk says must be possible: tokens below V, finite numbers,
-# ids below V.
+# Before a shard is read, its ledger record must be there and sound. Its files must have the recorded size and the
+# recorded tail, which names every chunk by its checksum: a whole file of another shard, or of an older run, is refused
+# when it is first met. (Shards of versions before tails are hashed whole then.) Every inner chunk has its crc32c, and
+# a remote file is hashed when it is copied into the cache. What a chunk says must be possible: tokens below V, finite
+# numbers, ids below V.
 
 
 class SplitReader:
@@ -300,8 +232,7 @@ class SplitReader:
         num_chunks: Chunks in the split.
 
     Raises:
-        IntegrityError: If an array's metadata are missing, altered, or of another kind than this
-            project writes.
+        IntegrityError: If an array's metadata are missing, altered, or of another kind than this project writes.
     """
 
     def __init__(
@@ -318,7 +249,7 @@ class SplitReader:
         self.rows_per_chunk = manifest.rows_per_chunk
         self.num_chunks = -(-self.num_rows // self.rows_per_chunk)
         names = list(dict.fromkeys(manifest.all_arrays if arrays is None else arrays))
-        self._known = _KnownFiles(manifest.num_shards(split), names)
+        self._files: dict[int, dict[str, tuple[int, bytes, bytes]]] = {}  # of shards met: 300 bytes a file
         self._arrays = {name: self._open(name) for name in names}
 
     @property
@@ -366,18 +297,21 @@ class SplitReader:
 
     def _file(self, shard: int, name: str) -> tuple[str, FileRecord, str | None]:
         """Name, size and hash of a shard's file, and the hash of its tail if the ledger has it."""
-        if shard not in self._known:
-            record = self._read_record(shard)
-            self._known.add(record, self.manifest.shard_files(record.shard))
-        file = self.manifest.shard_file(self.split, name, shard)
-        return file, self._known.record(shard, name), self._known.tail_sha256(shard, name)
+        names = self.manifest.shard_files(self.manifest.shard(self.split, shard))
+        if shard not in self._files:
+            record, tails = (found := self._read_record(shard)).files, found.tails
+            self._files[shard] = {
+                array: (record[file].num_bytes, bytes.fromhex(record[file].sha256), bytes.fromhex(tails.get(file, "")))
+                for array, file in names.items()
+            }
+        num_bytes, sha256, tail = self._files[shard][name]
+        return names[name], FileRecord(num_bytes, sha256.hex()), tail.hex() or None
 
     def read_chunk(self, index: int) -> dict[str, np.ndarray]:
         """The rows of one inner chunk: array name -> [rows, L, *trailing].
 
         Raises:
-            IntegrityError: If the chunk's shard is unfinished, missing, truncated, altered or
-                another one.
+            IntegrityError: If the chunk's shard is unfinished, missing, truncated, altered or another one.
         """
         if not 0 <= index < self.num_chunks:
             raise IndexError(f"chunk {index} of {self.num_chunks}")
@@ -399,13 +333,9 @@ class SplitReader:
 
     def read_rows(self, start: int, stop: int) -> dict[str, np.ndarray]:
         """Rows start..stop-1, whatever chunks they lie in."""
-        if not 0 <= start <= stop <= self.num_rows:
+        if not 0 <= start < stop <= self.num_rows:
             raise IndexError(f"rows {start} to {stop} of {self.num_rows}")
         first = start // self.rows_per_chunk
-        if start == stop:
-            specs, length = self.manifest.all_arrays, self.manifest.row_length
-            shapes = {name: (0, length, *specs[name].trailing_shape) for name in self._arrays}
-            return {name: np.empty(shapes[name], specs[name].dtype) for name in self._arrays}
         parts = [self.read_chunk(i) for i in range(first, -(-stop // self.rows_per_chunk))]
         offset = first * self.rows_per_chunk
         window = slice(start - offset, stop - offset)
@@ -458,41 +388,3 @@ class SplitReader:
             where, wanted = f"{self.location.url}/{file}: {shard}", f"{expected} bytes"
             wanted, remedy = "" if size == expected else wanted, rewrite_remedy(self.location.url)
             raise IntegrityError(what, where=where, got=got, expected=wanted, remedy=remedy) from error
-
-
-class _KnownFiles:
-    """Size, hash and tail of the files of shards met so far: 72 bytes a file, whatever the corpus.
-
-    Threads may add the same shard at once, as they add the same values.
-    """
-
-    def __init__(self, num_shards: int, arrays: Sequence[str]) -> None:
-        self._columns = {name: column for column, name in enumerate(arrays)}
-        shape = (num_shards, len(self._columns))
-        self._num_bytes = np.zeros(shape, np.int64)
-        self._sha256, self._tails = (np.zeros((*shape, 32), np.uint8) for _ in range(2))
-        self._is_known = np.zeros(num_shards, np.bool_)
-
-    def __contains__(self, shard: int) -> bool:
-        return bool(self._is_known[shard])
-
-    def add(self, record: ShardRecord, names: Mapping[str, str]) -> None:
-        """Remember a shard's files; ``names`` gives them by array."""
-        shard = record.shard.index
-        for array, column in self._columns.items():
-            file = record.files[names[array]]
-            self._num_bytes[shard, column] = file.num_bytes
-            self._sha256[shard, column] = [*bytes.fromhex(file.sha256)]
-            if record.tails:
-                self._tails[shard, column] = [*bytes.fromhex(record.tails[names[array]])]
-        self._is_known[shard] = True  # last: other threads look here first
-
-    def record(self, shard: int, array: str) -> FileRecord:
-        """Size and hash of a known shard's file."""
-        place = shard, self._columns[array]
-        return FileRecord(int(self._num_bytes[place]), self._sha256[place].tobytes().hex())
-
-    def tail_sha256(self, shard: int, array: str) -> str | None:
-        """Hash of the tail of a known shard's file; None if the ledger has none."""
-        tail = self._tails[shard, self._columns[array]]
-        return tail.tobytes().hex() if tail.any() else None

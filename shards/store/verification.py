@@ -1,18 +1,80 @@
-"""Re-hash a whole store and say what is wrong with it."""
+"""A store's figures, and what is wrong with it: every byte hashed anew."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from shards.atomic import FileRecord
 from shards.errors import GdistillError, IntegrityError
 from shards.store.location import Location, as_location
 from shards.store.manifest import COMPUTED_FILE, MANIFEST_FILE, Manifest, ShardRange, read_record, rewrite_remedy
+from shards.store.store import ShardStore
 
 Progress = Callable[[int], object]
 UNFINISHED = "the shard is not finished"
+
+
+@dataclass(frozen=True)
+class Description:
+    """A store's figures.
+
+    Attributes:
+        num_shards: Shards there will be, and of them
+        num_finished: finished ones.
+        num_tokens: Tokens in the finished shards.
+        num_bytes: Bytes of all files of the store.
+        shard_bytes: Bytes of the finished shards' files alone.
+    """
+
+    store: ShardStore
+    num_shards: int
+    num_finished: int
+    num_tokens: int
+    num_bytes: int
+    shard_bytes: int
+
+    @classmethod
+    def of(cls, store: ShardStore) -> Description:
+        """Measure a store, finished or not."""
+        manifest, sizes = store.manifest, store.location.sizes()
+        shards, left = manifest.all_shards(), set(store.unfinished())
+        finished = [shard for shard in shards if shard not in left]
+        files = (name for shard in finished for name in manifest.shard_files(shard).values())
+        return cls(
+            store,
+            len(shards),
+            len(finished),
+            sum(shard.num_rows for shard in finished) * manifest.row_length,
+            sum(sizes.values()),
+            sum(sizes.get(name, 0) for name in files),
+        )
+
+    @property
+    def bytes_per_token(self) -> float | None:
+        """Of the finished shards, noise, tokens and log-probabilities together."""
+        return self.shard_bytes / self.num_tokens if self.num_tokens else None
+
+    @property
+    def fp16_vector_bytes_per_token(self) -> int:
+        """What a dense noise vector in half precision would take."""
+        return 2 * self.store.manifest.vocab_size
+
+    def to_json(self) -> dict[str, Any]:
+        """Figures and the manifest's words, JSON-ready."""
+        manifest = self.store.manifest
+        words = ("codec", "teacher", "tokenizer", "tokens", "splits", "vocab_size", "row_length")
+        figures = ("num_shards", "num_tokens", "num_bytes", "bytes_per_token")
+        return {
+            "location": self.store.location.url,
+            "manifest_sha256": manifest.sha256,
+            **{name: value for name, value in manifest.to_json().items() if name in words},
+            **{name: getattr(self, name) for name in figures},
+            "num_finished_shards": self.num_finished,
+            "fp16_vector_bytes_per_token": self.fp16_vector_bytes_per_token,
+        }
 
 
 @dataclass(frozen=True)

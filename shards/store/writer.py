@@ -1,15 +1,15 @@
 """Writing a store: metadata once, whole shards by any number of processes, resumable.
 
-Any process may write any shard. A shard's files are encoded in memory, put atomically one by one,
-and only then named in the ledger; whatever kills the process in between, the shard is simply not
-done. Given the same inputs the bytes of a store depend on nothing else: not on time, process
-count, order or interruptions.
+Any process may write any shard. A shard's files are encoded in memory, put atomically one by one, and only then named
+in the ledger; whatever kills the process in between, the shard is simply not done. Given the same inputs the bytes of
+a store depend on nothing else: not on time, process count, order or interruptions.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -42,7 +42,7 @@ class ShardWriter:
             location: A folder or URL.
             manifest: The identity; its ``files`` are filled in here.
             resources: Arrays kept once per store.
-            files: Side files by name (``tokenizer/tokenizer.json``, ``corpus/maze.json``).
+            files: Side files by name (``tokenizer/tokenizer.json``).
 
         Raises:
             UsageError: If a store of another identity is there; names the first differing field.
@@ -54,23 +54,7 @@ class ShardWriter:
             raise UsageError("a side file has the name of a store file", where=clash[0])
         content.update(files or {})
         records = {name: FileRecord.of(content[name]) for name in sorted(content)}
-        return cls.create_copy(place, manifest.with_files(records), content)
-
-    @classmethod
-    def create_copy(
-        cls, location: str | Path | Location, manifest: Manifest, content: Mapping[str, bytes]
-    ) -> ShardWriter:
-        """Create or resume a store of exactly this identity, with files made before.
-
-        Args:
-            location: A folder or URL.
-            manifest: The identity, its ``files`` filled in.
-            content: What ``manifest.files`` describes, by name.
-
-        Raises:
-            UsageError: If a store of another identity is there; names the first differing field.
-        """
-        place = as_location(location)
+        manifest = replace(manifest, files=records)
         with place.claim("create", wait=True):
             _create(place, manifest, content)
         writer = cls(place, manifest)
@@ -85,19 +69,15 @@ class ShardWriter:
         """
         left = set(self.location.claims())
         for split in self.manifest.splits if left else ():
-            for shard in self.shards(split):
+            for shard in self.manifest.shards(split):
                 if shard.claim_name in left and self.is_done(shard):
                     with self.location.claim(shard.claim_name, wait=False):
                         pass  # taking a dead claim and letting go removes it
 
-    def shards(self, split: str) -> list[ShardRange]:
-        """All shards of a split, finished or not."""
-        return self.manifest.shards(split)
-
     def pending(self, split: str) -> list[ShardRange]:
         """Shards not in the ledger, or whose files are not those that it names, in order."""
-        sizes = self.location.sizes(split) if self.shards(split) else {}
-        return [shard for shard in self.shards(split) if not self.is_done(shard, sizes)]
+        sizes = self.location.sizes(split)
+        return [shard for shard in self.manifest.shards(split) if not self.is_done(shard, sizes)]
 
     def all_pending(self) -> list[ShardRange]:
         """The pending shards of every split."""
@@ -106,9 +86,7 @@ class ShardWriter:
     def is_done(self, shard: ShardRange, sizes: Mapping[str, int] | None = None) -> bool:
         """Whether the ledger has the shard and its files are there: sizes and, locally, tails.
 
-        Args:
-            shard: One of :meth:`shards`.
-            sizes: Bytes of the split's files by name, when known; None asks for each file.
+        ``sizes`` are bytes of the split's files by name, where known.
         """
         try:
             record = read_record(self.location, self.manifest, shard)
@@ -177,33 +155,18 @@ class ShardWriter:
             if not self.is_done(shard):
                 self._put(shard, encoded)
 
-    def write_copy(self, record: ShardRecord, files: Mapping[str, bytes]) -> None:
-        """Put a shard of another store of this identity here, byte for byte.
-
-        Args:
-            record: What the ledger there says of the shard, which must be claimed here.
-            files: Its files by name, as ``record`` describes them.
-        """
-        assert record.shard in self._held and record.manifest_sha256 == self.manifest.sha256
-        self._put_files(record, files)
-
     def _put(self, shard: ShardRange, encoded: Mapping[str, bytes]) -> None:
+        """Files first, then the record: a shard half written is none."""
         files = {name: FileRecord.of(data) for name, data in encoded.items()}
         tails = {
             file: native_array(self.manifest, array).tail_sha256(encoded[file])
             for array, file in self.manifest.shard_files(shard).items()
         }
-        self._put_files(ShardRecord(shard, self.manifest.sha256, files, tails), encoded)
-
-    def _put_files(self, record: ShardRecord, files: Mapping[str, bytes]) -> None:
-        """Files first, then the record: a shard half written is none."""
-        in_ledger = record.shard.record_file
-        self.location.delete(in_ledger)
-        for name, data in files.items():
+        record = ShardRecord(shard, self.manifest.sha256, files, tails)
+        self.location.delete(shard.record_file)
+        for name, data in (*encoded.items(), (shard.record_file, record.to_bytes())):
             self.location.discard_leftovers(name)
             self.location.write(name, data)
-        self.location.discard_leftovers(in_ledger)
-        self.location.write(in_ledger, record.to_bytes())
 
 
 def _create(place: Location, manifest: Manifest, content: Mapping[str, bytes]) -> None:

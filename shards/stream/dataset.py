@@ -17,9 +17,10 @@ from torch import Tensor
 from torch.utils.data import IterableDataset, get_worker_info
 
 from shards.errors import UsageError
-from shards.noise.kinds import Noise, Probabilities
+from shards.noise.embedding import Noise
+from shards.noise.gumbel import Probabilities
 from shards.noise.philox import PositionKeys
-from shards.provenance import derive_seed
+from shards.settings import derive_seed
 from shards.store.store import ShardStore
 from shards.stream.stream import WINDOW_BYTES, ShardStream
 
@@ -34,10 +35,9 @@ MOST_WORKERS = 1024
 class RowStream(IterableDataset[Batch]):
     """Batches of rows in a shuffled, resumable order, for any number of DataLoader workers.
 
-    An item is one rank's part of a global batch: every array of the store, [b, L, ...] by name,
-    ``row_ids`` [b] int64, and ``place`` [5] int64, which counts what came before. Give it to a
-    DataLoader with ``batch_size=None``: workers take turns, and what they read ahead is not
-    counted, because every batch carries the place after it.
+    An item is one rank's part of a global batch: every array of the store, [b, L, ...] by name, ``row_ids`` [b] int64,
+    and ``place`` [5] int64, which counts what came before. Give it to a DataLoader with ``batch_size=None``: workers
+    take turns, and what they read ahead is not counted, because every batch carries the place after it.
 
     Every worker decodes all chunks, as a chunk has rows in many batches: ``num_threads`` without
     workers reads ahead at less cost, and workers pay where the batch is worked on afterwards.

@@ -9,10 +9,9 @@ rank may have to read all of it); see :class:`LaneOrder` for larger ones. When s
 ends with its last full global batch: the ragged rest, other rows in each epoch, is left out.
 Without shuffling the last batch may be smaller, so that every row is met once.
 
-A chunk is read once, ahead of its first row, and kept to its last. Chunks are read and batches put
-together on a pool of threads (decompression releases the interpreter lock), first in first out, so
-that a batch waits only for reads that were started before it. State is counted when a batch is
-handed out, never when it is prefetched.
+A chunk is read once, ahead of its first row, and kept to its last. Chunks are read and batches put together on a pool
+of threads (decompression releases the interpreter lock), first in first out, so that a batch waits only for reads that
+were started before it. State is counted when a batch is handed out, never when it is prefetched.
 """
 
 from __future__ import annotations
@@ -20,11 +19,10 @@ from __future__ import annotations
 import heapq
 import math
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import islice
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -34,7 +32,7 @@ from torch import Tensor, from_numpy
 
 from shards.errors import GdistillError, UsageError
 from shards.noise.philox import philox4x32
-from shards.provenance import derive_seed
+from shards.settings import derive_seed
 
 WINDOW_BYTES = 7 << 27
 """Decoded chunks open at a time, over all ranks of a run: 0.94 GB."""
@@ -46,20 +44,14 @@ MIXED_CHUNK_BYTES = WINDOW_BYTES // TARGET_LANES
 """Of chunks of this size, or of one row each, the window holds as many as a batch wants."""
 BITS_AT_ONCE = 1 << 20
 """Random numbers of chunks drawn at a time."""
-LOCATE_POSITIONS = 4096
-"""Positions whose rows are worked out together; a matter of speed only."""
 Indices = Int64[np.ndarray, "n"]
 ChunkFuture = Future[dict[str, np.ndarray]]
 
 
 def lanes_for(num_chunks: int, chunk_bytes: int, batch_size: int, window_bytes: int = WINDOW_BYTES) -> int:
-    """K for a split: how many lanes a global batch wants, as far as memory goes; 0 for one whole.
+    """K for a split: how many lanes a global batch wants, as far as memory goes; 0 for one permuted whole.
 
-    Args:
-        num_chunks: Inner chunks of the split.
-        chunk_bytes: Decoded bytes of one, all arrays together.
-        batch_size: Rows of a global batch.
-        window_bytes: Decoded chunks that may be open at a time. One chunk always may.
+    ``chunk_bytes`` are the decoded bytes of a chunk, all arrays together; one chunk may always be open.
     """
     fitting = max(1, window_bytes // max(1, chunk_bytes))
     if num_chunks <= min(fitting, WHOLE_CHUNKS):
@@ -78,11 +70,7 @@ class SequentialOrder:
         self.num_rows, self.rows_per_chunk = num_rows, rows_per_chunk
 
     def locate(self, positions: Indices) -> tuple[Indices, Indices]:
-        """The row at each position, and the last position at which its chunk may be needed.
-
-        Args:
-            positions: Positions in the epoch, [n], each in 0..num_rows - 1.
-        """
+        """The row at each of n positions of the epoch, and the last position at which its chunk may be needed."""
         last = (positions // self.rows_per_chunk + 1) * self.rows_per_chunk - 1
         return positions, np.minimum(last, self.num_rows - 1)
 
@@ -118,18 +106,9 @@ class LaneOrder:
     3. Lanes that would all come to the end of a chunk at once are turned, each by another part of
        a chunk, so that reading is smooth.
 
-    K is a multiple of the global batch size where memory allows, so that the rows of a batch come
-    from as many chunks, and each of w ranks keeps to lanes of its own whatever w is: an epoch reads
-    at most 1 + K / (number of chunks) times what there is. Where K is less than the batch, lanes on
-    the border between ranks are read by both: (w - gcd(w, K)) / K more if w < K, else w / K times.
-    Nothing depends on the world size or the number of workers.
-
-    Args:
-        num_rows: N, rows of the split.
-        rows_per_chunk: Rows of an inner chunk; the last chunk may hold fewer.
-        seed: The user's seed.
-        epoch: Which pass over the data.
-        num_lanes: K, at most N.
+    K is a multiple of the global batch size where memory allows: the rows of a batch come from as many chunks, and each
+    rank keeps to lanes of its own. An epoch then reads at most 1 + K / (number of chunks) times what there is. Where K
+    is less than the batch, lanes on the border between ranks are read by both.
     """
 
     def __init__(self, num_rows: int, rows_per_chunk: int, seed: int, epoch: int, num_lanes: int) -> None:
@@ -235,10 +214,7 @@ class ChunkReader(Protocol):
 
     @property
     def chunk_bytes(self) -> int:
-        """Decoded bytes of a whole chunk, with every array that the store has.
-
-        Also where only some are read: what is read must not change the order of the rows.
-        """
+        """Decoded bytes of a whole chunk with every array there is: what is read must not change the order of rows."""
         ...
 
     def read_chunk(self, index: int) -> dict[str, np.ndarray]:
@@ -259,20 +235,6 @@ class Slice:
 
 Gathered = tuple[Slice, dict[str, Tensor]]
 """A slice with its rows' arrays, [b, L, ...]."""
-
-
-def locate_slices(bounds: Iterable[tuple[int, int]], order: Order, rank: int, world_size: int) -> Iterator[Slice]:
-    """The rows of this rank for each global batch given by its (start, stop)."""
-    bounds = iter(bounds)
-    while first := next(bounds, None):
-        size = max(1, first[1] - first[0])
-        group = [first, *islice(bounds, LOCATE_POSITIONS // size)]
-        parts = [order.positions_of_rank(*bound, rank, world_size) for bound in group]
-        rows, last_needs = order.locate(np.concatenate(parts))
-        cuts = np.cumsum([len(part) for part in parts])[:-1]
-        pieces = zip(parts, np.split(rows, cuts), np.split(last_needs, cuts), strict=True)
-        for (start, stop), piece in zip(group, pieces, strict=True):
-            yield Slice(start, stop, *piece)
 
 
 def gather(reader: ChunkReader, slices: Iterator[Slice], num_workers: int) -> Iterator[Gathered]:
@@ -374,8 +336,7 @@ class RowBatch:
         slots: Index in the global batch, [b] int64.
         num_global_rows: Rows of the global batch over all ranks.
         epoch: Which pass over the data.
-        step: Global batches handed out before this one, earlier epochs included, of whatever
-            sizes they were.
+        step: Global batches handed out before this one, earlier epochs included, of whatever sizes they were.
     """
 
     arrays: dict[str, Tensor]
@@ -389,11 +350,10 @@ class RowBatch:
 class ShardStream:
     """Iterates over one rank's part of a split, epoch by epoch.
 
-    Each ``for`` loop runs to the end of the current epoch; the next one starts the next epoch.
-    ``state_dict`` between two batches counts exactly the batches handed out so far, and a stream
-    given that state continues with the batch that would have come next, bit for bit, with any
-    world size and number of workers. With another global batch size it goes through the rest of
-    the epoch in the same order of rows; how later epochs are shuffled depends on that size.
+    Each ``for`` loop runs to the end of the current epoch. ``state_dict`` counts exactly the batches handed out so far,
+    and a stream given that state continues with the batch that would have come next, bit for bit, with any world size
+    and number of workers. With another global batch size it goes through the rest of the epoch in the same order of
+    rows; how later epochs are shuffled depends on that size.
 
     Args:
         reader: A split of a store.
@@ -521,21 +481,23 @@ class ShardStream:
     def _batches(self, epoch: int, start: int, step: int, lanes: int) -> Iterator[RowBatch]:
         """The batches of an epoch from position ``start`` on, the first of them number ``step``."""
         size, end = self._batch_size, self._end_of_epoch(start)
-        bounds = ((first, min(first + size, end)) for first in range(start, end, size))
-        slices = locate_slices(bounds, self._order(epoch, lanes), self._rank, self._world_size)
-        gathered = gather(self._reader, slices, self._num_workers)
+        sizes = self._reader.num_rows, self._reader.rows_per_chunk
+        order: Order
+        if not self._shuffle:
+            order = SequentialOrder(*sizes)
+        elif lanes == 0:
+            order = WholeOrder(*sizes, self._seed, epoch)
+        else:
+            order = LaneOrder(*sizes, self._seed, epoch, lanes)
+
+        def own_part(first: int) -> Slice:
+            positions = order.positions_of_rank(first, min(first + size, end), self._rank, self._world_size)
+            return Slice(first, min(first + size, end), positions, *order.locate(positions))
+
+        gathered = gather(self._reader, map(own_part, range(start, end, size)), self._num_workers)
         for index, (part, arrays) in enumerate(gathered):
             slots, num_rows = from_numpy(part.positions - part.start), part.stop - part.start
-            ids = from_numpy(part.rows)
-            yield RowBatch(arrays, ids, slots, num_rows, epoch, step + index)
-
-    def _order(self, epoch: int, num_lanes: int) -> Order:
-        num_rows, rows_per_chunk = self._reader.num_rows, self._reader.rows_per_chunk
-        if not self._shuffle:
-            return SequentialOrder(num_rows, rows_per_chunk)
-        if num_lanes == 0:
-            return WholeOrder(num_rows, rows_per_chunk, self._seed, epoch)
-        return LaneOrder(num_rows, rows_per_chunk, self._seed, epoch, num_lanes)
+            yield RowBatch(arrays, from_numpy(part.rows), slots, num_rows, epoch, step + index)
 
 
 def _check_sizes(num_rows: int, batch_size: int, rank: int, world_size: int, num_workers: int, drop_last: bool) -> None:
@@ -550,12 +512,7 @@ def _check_sizes(num_rows: int, batch_size: int, rank: int, world_size: int, num
         multiple = f"a positive multiple of the world size {world_size}"
         refuse("batch does not divide among ranks", "global_batch_size", batch_size, multiple)
     if drop_last and num_rows < batch_size:
-        refuse(
-            "the split has fewer rows than one global batch",
-            "global_batch_size",
-            f"{num_rows} rows",
-            f"at least {batch_size}",
-            "lower the batch size or extract more rows",
-        )
+        what, remedy = "the split has fewer rows than one global batch", "lower the batch size or extract more rows"
+        refuse(what, "global_batch_size", f"{num_rows} rows", f"at least {batch_size}", remedy)
     if num_rows < 1:
         refuse("the split is empty", "split", "0 rows", "at least 1", "extract some rows for it")

@@ -8,7 +8,8 @@ from pathlib import Path
 from huggingface_hub import CommitOperationAdd, DatasetCardData, HfApi
 
 from shards.errors import GdistillError, UsageError, first_line
-from shards.store.store import Description, ShardStore
+from shards.store.store import ShardStore
+from shards.store.verification import Description
 
 PLACE = re.compile(r"hf://datasets/([\w.-]+/[\w.-]+)/?")
 CARD = Path(__file__).with_name("store_card.md")

@@ -12,14 +12,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from string import Template
 from tempfile import TemporaryDirectory
-from typing import Any
 
 import torch
 
-from shards.errors import IntegrityError, UsageError, visible
-from shards.noise.kinds import KeyedPosterior
+from shards.errors import UsageError, visible
+from shards.language_model.loading import find_tokenizer
+from shards.noise.gumbel import KeyedPosterior
 from shards.store.store import ShardStore
-from shards.tools.rewriting import stored_noise
+from shards.tools.conversion import stored_noise
 
 NUM_ALTERNATIVES = 4
 POSITIONS_IN_FIGURE = 64
@@ -99,27 +99,16 @@ def view_row(store: ShardStore, split: str, row: int, draw: int = 0) -> tuple[st
 
 def words_of(store: ShardStore) -> Callable[[int], str]:
     """Token ids as text, by the tokenizer that the store carries; ``#ID`` without one."""
-    from transformers import AutoTokenizer
-
-    tokenizer: Any = None
-
-    def text(token: int) -> str:
-        piece = tokenizer.convert_ids_to_tokens(token) or f"#{token}"
-        begins_word = piece[:1] in ("▁", "Ġ")
-        text = tokenizer.convert_tokens_to_string([piece]).strip()
-        return f"␣{text}" if begins_word else text or json.dumps(piece)[1:-1]
-
     with TemporaryDirectory() as folder:
         if not store.copy_files("tokenizer", Path(folder)):
             return lambda token: f"#{token}"
-        try:
-            here: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
-            tokenizer = AutoTokenizer.from_pretrained(folder, **here)
-            text(0)
-        except Exception as error:  # transformers has no class for "not a tokenizer"
-            what, where = "the store's tokenizer cannot be loaded", store.location.url
-            where, got = f"{where}/tokenizer", str(error)[:200]
-            raise IntegrityError(what, where=where, got=got) from error
+        tokenizer = find_tokenizer(folder, "store", where=f"{store.location.url}/tokenizer")
+
+    def text(token: int) -> str:
+        piece = tokenizer.convert_ids_to_tokens(token) or f"#{token}"
+        text = tokenizer.convert_tokens_to_string([piece]).strip()
+        return f"␣{text}" if piece[:1] in ("▁", "Ġ") else text or json.dumps(piece)[1:-1]
+
     return text
 
 

@@ -13,7 +13,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 
 from pipeline.engine import run as run_request
 from pipeline.settings import Worker, resolve_request
-from shards.noise.kinds import Noise
+from shards.noise.embedding import Noise
 from shards.noise.philox import PositionKeys
 from shards.store.store import ShardStore
 

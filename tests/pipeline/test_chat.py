@@ -26,14 +26,14 @@ from pipeline.settings import Worker, resolve_request
 from pipeline.tokens.chat import encode_chats
 from pipeline.tokens.dataset import TokenDataset
 from pipeline.tokens.tokenizer import load_tokenizer
-from shards.codec.registry import make_codec
+from shards.codec.protocol import make_codec
 from shards.console import Bar
 from shards.errors import GdistillError, UsageError
-from shards.noise.kinds import dense_arrivals
+from shards.noise.embedding import dense_arrivals
 from shards.store.store import ShardStore
 from shards.stream.dataset import open_store
 from shards.stream.stream import ShardStream
-from shards.tools.rewriting import convert
+from shards.tools.conversion import convert
 from shards.tools.row_view import view_row
 from tests.pipeline import extract_cases
 from tests.pipeline.extract_cases import ROW_LENGTH, VOCAB_SIZE, WORDS, contents, run, write_lines

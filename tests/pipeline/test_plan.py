@@ -14,7 +14,7 @@ from pipeline.plan import count_tokens, measured_bytes_per_token, plan_lines
 from pipeline.run import check_teacher, known_teacher
 from pipeline.settings import PlanOptions, Worker, resolve_request
 from pipeline.teacher import Teacher
-from shards.codec.registry import CODECS, make_codec
+from shards.codec.protocol import CODECS, make_codec
 from shards.errors import GdistillError, UsageError
 from tests.pipeline import extract_cases
 from tests.pipeline.conftest import Asked

@@ -30,8 +30,7 @@ from benchmarks.synthetic import write_store as write_synthetic
 from evaluation.text.mauve_divergence import text_features
 from evaluation.text.reading import JudgeModel, Judging, TokenBudget
 from pipeline.extract import to_host
-from shards.codec.protocol import TeacherOutput
-from shards.codec.registry import make_codec
+from shards.codec.protocol import TeacherOutput, make_codec
 from shards.language_model.forward import resolve_device
 from shards.settings import resolve
 from shards.store.store import ShardStore

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from shards.codec.registry import make_codec
+from shards.codec.protocol import make_codec
 from shards.store.store import ShardStore
 from tests.commands import call
 from tests.shards.store_cases import VOCAB, Run, write_encoded, write_store

@@ -10,8 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from shards.codec.protocol import Codec, TeacherOutput
-from shards.codec.registry import codec_parameters, make_codec
+from shards.codec.protocol import Codec, TeacherOutput, codec_parameters, make_codec
 from shards.store.manifest import Manifest, ShardRange
 from shards.store.store import ShardStore
 from shards.store.writer import ShardWriter
@@ -112,12 +111,12 @@ def write_encoded(location: Path, codec: Codec) -> ShardStore:
     manifest = make_manifest(codec=named, arrays=codec.array_specs(VOCAB, HIDDEN))
     _, known = teacher_rows("train")
     resources = {name: known[name].numpy() for name in codec.resource_names}
-    writer = ShardWriter.create_or_resume(location, manifest, resources)
+    writer = ShardWriter.create_or_resume(location, manifest, resources, {"corpus/maze.json": b"[1, 2]"})
     for split in SPLITS:
         output, _ = teacher_rows(split)
         values = dict(codec.encode(output, manifest.seed, known))
         values |= {"token_log_probs": output.token_log_probs, "tokens": output.tokens}
-        for shard in writer.shards(split):
+        for shard in writer.manifest.shards(split):
             arrays = {
                 name: np.zeros((shard.num_rows, LENGTH, *spec.trailing_shape), spec.dtype)
                 for name, spec in manifest.all_arrays.items()

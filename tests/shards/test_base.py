@@ -3,27 +3,22 @@
 from __future__ import annotations
 
 import fcntl
-import json
 import os
 import signal
 import subprocess
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from threading import Barrier
 
 import pytest
 
-from shards import atomic, provenance
+from shards import atomic, settings
 from shards.atomic import exclusive, is_held
-from shards.console import progress_bar, use_log_format
-from shards.errors import UsageError
-from shards.interrupts import Stopped, StopRequest
-from shards.provenance import code_version as stamp
-from shards.store import remote as process_identity
+from shards.console import progress_bar
+from shards.errors import Stopped, StopRequest, UsageError
+from shards.settings import code_version as stamp
 from shards.store.location import LocalLocation
-from shards.store.remote import has_ended, this_process
 
 
 def test_writers_of_one_process_id_do_not_meet(tmp_path: Path) -> None:
@@ -113,41 +108,25 @@ def test_no_link_is_followed_or_emptied(tmp_path: Path, is_dangling: bool) -> No
     assert is_dangling or precious.read_text() == "mine"
 
 
-def test_a_folder_is_held_while_a_run_lasts_and_free_after_it(tmp_path: Path) -> None:
+def test_a_folder_is_held_while_a_run_lasts_and_free_after_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert is_held(tmp_path / "nowhere") is False
-    (tmp_path / ".lock").write_text("mine")
-    with exclusive(tmp_path):
-        assert is_held(tmp_path) is True
-        with pytest.raises(UsageError, match="another run"), exclusive(tmp_path):
-            pass
-        assert is_held(tmp_path) is True
-    assert is_held(tmp_path) is False
-    assert (tmp_path / ".lock").read_text() == "mine", "a lock is no reason to empty a file"
-
-
-def test_who_asks_keeps_no_run_from_beginning_and_is_no_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It holds the folder for an instant, together with others who ask."""
-    with exclusive(tmp_path):
-        pass
-    pauses: list[float] = []
-
-    def pause(seconds: float) -> None:
-        pauses.append(seconds)
-        if len(pauses) == 3:
-            asking.close()
-
-    monkeypatch.setattr("shards.atomic.time.sleep", pause)
+    (tmp_path / ".lock").touch()  # as a killed run leaves it
+    (tmp_path / "content").touch()
+    for _ in range(2):
+        assert is_held(tmp_path) is False
+        with exclusive(tmp_path):
+            assert is_held(tmp_path) is True
+            with pytest.raises(UsageError, match="another run"), exclusive(tmp_path):
+                pass
+            assert is_held(tmp_path) is True
+    # Who asks holds the folder for an instant: it keeps no run from beginning, and is no run.
+    (tmp_path / ".lock").touch()
     with open(tmp_path / ".lock") as asking:
         fcntl.flock(asking, fcntl.LOCK_SH)
         assert is_held(tmp_path) is False
+        monkeypatch.setattr("shards.atomic.time.sleep", lambda _: asking.close())
         with exclusive(tmp_path):
-            assert len(pauses) == 3
-
-
-@pytest.fixture(autouse=True)
-def plain_again() -> Iterator[None]:
-    yield
-    use_log_format("plain")
+            assert asking.closed
 
 
 @pytest.fixture
@@ -180,31 +159,6 @@ def test_progress_where_there_is_no_terminal(
     assert capsys.readouterr().err == ""
 
 
-def test_progress_for_machines(later: Callable[[float], None], capsys: pytest.CaptureFixture[str]) -> None:
-    use_log_format("json")
-    with progress_bar("train mdlm", 12_000, done=2_000) as bar:
-        bar.note("loss 3.5", loss=3.5, step=7)
-        later(59)
-        bar.advance(500)
-        assert capsys.readouterr().err == ""
-        later(1)
-        bar.advance(500)
-        (line,) = capsys.readouterr().err.splitlines()
-        told = json.loads(line)
-        assert told.pop("rate") == pytest.approx(1_000 / 60, rel=1e-3)
-        work = {"stage": "train mdlm", "done": 3_000, "total": 12_000, "unit": "tok"}
-        pace = {"eta_seconds": 540.0, "seconds": 60.0, "finished": False}
-        assert told == {**work, **pace, "note": "loss 3.5", "loss": 3.5, "step": 7}
-        bar.advance(9_000)
-        assert capsys.readouterr().err == ""
-    last = json.loads(capsys.readouterr().err)
-    assert last["finished"] and last["done"] == 12_000 and last["eta_seconds"] is None
-    with progress_bar("tokenize", None):
-        pass
-    line = json.loads(capsys.readouterr().err)
-    assert line["total"] is None and line["eta_seconds"] is None and line["note"] == ""
-
-
 def test_a_checkout_tells_its_commit_and_whether_it_was_changed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -218,7 +172,7 @@ def test_a_checkout_tells_its_commit_and_whether_it_was_changed(
         stamp.cache_clear()
         return stamp()
 
-    assert (provenance.ROOT / "shards" / "provenance.py").samefile(provenance.__file__)
+    assert (settings.ROOT / "shards" / "settings.py").samefile(settings.__file__)
     try:
         git("init", "-q")
         (tmp_path / "site-packages").mkdir()
@@ -226,29 +180,15 @@ def test_a_checkout_tells_its_commit_and_whether_it_was_changed(
         git("add", "a")
         git("commit", "-qm", "one")
         commit = git("rev-parse", "--short=12", "HEAD")
-        monkeypatch.setattr(provenance, "ROOT", tmp_path / "site-packages")
+        monkeypatch.setattr(settings, "ROOT", tmp_path / "site-packages")
         assert "+" not in told() and told()
-        monkeypatch.setattr(provenance, "ROOT", tmp_path)
+        monkeypatch.setattr(settings, "ROOT", tmp_path)
         (tmp_path / "untracked").write_text("")
         assert told().endswith(f"+g{commit}")
         (tmp_path / "a").write_text("2")
         assert told().endswith(f"+g{commit}.dirty")
     finally:
         stamp.cache_clear()
-
-
-def test_an_ended_process_has_ended_and_what_is_not_certain_is_not_concluded(monkeypatch: pytest.MonkeyPatch) -> None:
-    code = "import json; from shards.store.remote import *; print(json.dumps(this_process()))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True)
-    ended = json.loads(done.stdout)  # a process that has ended and been reaped, as it named itself
-    assert has_ended(ended) and not has_ended(this_process())
-    assert has_ended({**this_process(), "started": "1"}), "an id given to another process"
-    assert not has_ended({name: ended[name] for name in ("host", "pid")}), "in doubt"
-    unsure = {"pid_space": (None, "another boot pid:[4026531836]"), "started": (None,), "pid": ("x", 0, 10**30, None)}
-    for name, value in ((name, value) for name, values in unsure.items() for value in values):
-        assert not has_ended({**ended, name: value}), (name, value)
-    monkeypatch.setattr(process_identity, "BOOT_ID", Path("/proc/no such file"))
-    assert this_process()["pid_space"] is None and not has_ended(ended), "a system tells nothing"
 
 
 def test_ctrl_c_interrupts_at_once_who_was_asked_before() -> None:
@@ -260,19 +200,3 @@ def test_ctrl_c_interrupts_at_once_who_was_asked_before() -> None:
     with pytest.raises(Stopped, match="SIGTERM") as caught:
         stop.check()
     assert caught.value.exit_code == 143
-
-
-def test_a_process_not_yet_reaped_has_ended() -> None:
-    told, go = os.pipe(), os.pipe()
-    child = os.fork()
-    if child == 0:
-        Path("/proc/self/comm").write_text("a) R (b")  # its name is no reason to misread the rest
-        os.write(told[1], json.dumps(this_process()).encode())
-        os.read(go[0], 1)
-        os._exit(0)
-    note = json.loads(os.read(told[0], 4096))
-    assert note["pid"] == child and not has_ended(note)
-    os.write(go[1], b"x")
-    os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT)
-    assert has_ended(note)
-    os.waitpid(child, 0)

@@ -18,7 +18,8 @@ from urllib.parse import unquote, urlsplit
 import numpy as np
 import pytest
 
-from shards.store.store import Description, ShardStore
+from shards.store.store import ShardStore
+from shards.store.verification import Description
 
 REVISION = "a" * 40
 PUSH_AND_READ = """

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import re
 import shlex
 import shutil
@@ -14,25 +13,22 @@ import numpy as np
 import pytest
 import torch
 
-from shards.codec.registry import make_codec
+from shards.codec.protocol import make_codec
 from shards.console import Bar
 from shards.errors import IntegrityError, UsageError
-from shards.noise.kinds import dense_arrivals
-from shards.store.location import open_location
-from shards.store.manifest import COMPUTED_FILE, read_ways, record_ways
+from shards.noise.embedding import dense_arrivals
+from shards.store.manifest import read_ways, record_ways
 from shards.store.store import ShardStore
 from shards.store.verification import verify
-from shards.tools.rewriting import convert, count_unigram, merge, stored_noise, subset
+from shards.tools.conversion import convert, count_unigram, stored_noise
 from shards.tools.row_view import view_row
 from tests.shards.store.fault_trials import flipped
 from tests.shards.store_cases import (
-    FILES,
     LENGTH,
     SPLITS,
     VOCAB,
     Run,
     file_bytes,
-    make_arrays,
     open_writer,
     teacher_rows,
     write_encoded,
@@ -64,45 +60,11 @@ def test_info_says_what_is_there(run: Run, sound: Path, tmp_path: Path) -> None:
     left = sum(shards[name] for name in shards if not name.startswith(tuple(first)))
     assert left < sum(shards.values())
     assert part["bytes_per_token"] * part["num_tokens"] == pytest.approx(left)
-    # Shuffling keeps rows times the decoded bytes of each: a small split whole, chunk by chunk.
-    row_bytes = LENGTH * sum(
-        math.prod(spec.trailing_shape) * np.dtype(spec.dtype).itemsize for spec in writer.manifest.all_arrays.values()
-    )
-    for split, rows in SPLITS.items():
-        told, chunk = value["shuffling"][split], writer.manifest.rows_per_chunk
-        assert told["window_bytes"] == -(-rows // chunk) * chunk * row_bytes
-        assert told["batch_bytes"] == rows * row_bytes
-        assert told["shared_rows"] == 1 - -(-rows // chunk) / rows
     text = run("info", sound)[1]
-    assert "75% of its rows are of a chunk already met in it" in text and "one draw" in text
+    assert "one draw" in text
     assert "{'name': 'text'} (fingerprint efefefefefef)" in text
     ratio = 100 / value["bytes_per_token"]
     assert f"{value['bytes_per_token']:.1f}; fp16 vectors 100: {ratio:.1f} x this store" in text
-
-
-def test_info_tells_the_pace_of_a_store_at_work(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    writer = open_writer(tmp_path)
-    assert "0 shards in work" in run("info", tmp_path)[1]
-    shards = [*writer.pending("train"), *writer.pending("validation")]
-    for index, shard in enumerate(shards[:3]):  # 8 rows of 6 tokens each; 12 + 5 rows are left
-        with writer.claim(shard):
-            writer.write(shard, make_arrays(writer.manifest, shard))
-        os.utime(tmp_path / "ledger" / "train" / f"{shard.index:06d}.json", (0, 1000 + 10 * index))
-    monkeypatch.setattr("shards.cli.time.time", lambda: 1024.0)
-    with writer.claim(shards[3]), writer.location.claim(shards[0].claim_name, wait=False):
-        _, text = run("info", tmp_path)  # a finished shard's claim is of no work
-        pace = json.loads(run("info", tmp_path, "--json")[1])["pace"]
-    # 96 tokens in the 24 seconds since the first one was there: 4 a second; 9 rows of 6 to go.
-    assert pace.pop("eta_seconds") == pytest.approx(13.5)
-    since = {"tokens_per_second": 4.0, "num_shards": 2, "seconds": 24.0}
-    assert pace == {**since, "seconds_since_shard": 4.0, "num_claimed": 1}
-    assert "3 of 5 shards, 144 tokens (72.7%)" in text
-    assert "1 shards in work, last one finished 0:00:04 ago, 4 tok/s (2 shards in 0:00:24)" in text
-    monkeypatch.setattr("shards.cli.MOST_SHARDS_OF_RATE", 1)  # the last: 48 tokens in 14 seconds
-    assert "3 tok/s (1 shards in 0:00:14)" in run("info", tmp_path)[1]
-    write_store(tmp_path)
-    _, text = run("info", tmp_path, "--json")
-    assert json.loads(text)["pace"] is None and "running" not in run("info", tmp_path)[1]
 
 
 def remedy_in(text: str) -> list[str]:
@@ -149,7 +111,6 @@ def test_what_cannot_be_made_or_shown_is_one_line_and_nothing_is_written(
 ) -> None:
     frozen = write_encoded(tmp_path / "frozen", make_codec("full")).location.url
     url, out = posterior.location.url, tmp_path / "out"
-    write_store(tmp_path / "b", seed=8)
     (tmp_path / "folder.html").mkdir()
     for arguments, words in (
         (("convert", frozen, "--codec", "topk"), "does not tell the distribution"),
@@ -157,12 +118,6 @@ def test_what_cannot_be_made_or_shown_is_one_line_and_nothing_is_written(
         (("convert", url, "--codec", "posterior"), "a frozen draw"),
         (("convert", url, "--codec", "seedd"), "did you mean 'seeded'"),
         (("convert", url, "--codec", "seeded", "--set", "name=x"), "key [codec seeded.name]"),
-        (("subset", url, "--rows", 99), "cannot keep so many rows"),
-        (("subset", url, "--rows", -5), "cannot keep so many rows"),
-        (("subset", url, "--splits", "train,tset"), "got tset; expected train, validation"),
-        (("subset", url, "--splits", "validation", "--rows", 2), "[--rows]"),
-        (("subset", url, "--rows", 0, "--validation-rows", 0), "no rows left"),
-        (("merge", sound, tmp_path / "b"), "b: seed]; got 8; expected 7"),
         (("show", url, "--draw", -1), "no such draw"),
         (("show", url, "--row", -1), "no such row"),
         (("show", url, "--split", "validation", "--row", 5), "[split validation]"),
@@ -175,70 +130,9 @@ def test_what_cannot_be_made_or_shown_is_one_line_and_nothing_is_written(
     for place in ("/proc/row.html", "/", "folder"):
         code, text = run("show", url, "--out", tmp_path / place)
         assert code == 2 and text.count("\n") == 1, place
-    for place in (sound, f"file://{sound}", sound / ".." / sound.name):
-        code, text = run("merge", sound, "--out", place)
+    for place in (url, f"file://{url}", f"{url}/../store"):
+        code, text = run("convert", url, "--codec", "full", "--out", place)
         assert code == 2 and "its own source" in text, place
-
-
-def test_a_subset_has_the_first_rows_and_all_side_files(
-    run: Run, posterior: ShardStore, sound: Path, tmp_path: Path
-) -> None:
-    options = ("--rows", 11, "--validation-rows", 0, "--out", tmp_path / "out")
-    assert run("subset", posterior.location.url, *options)[0] == 0
-    made = ShardStore.open(tmp_path / "out")
-    assert dict(made.manifest.splits) == {"train": 11}
-    before, after = (s.split("train").read_rows(0, 11) for s in (posterior, made))
-    assert all(np.array_equal(before[name], after[name]) for name in before)
-    part = ("--splits", "validation", "--out", tmp_path / "part")
-    assert run("subset", posterior.location.url, *part)[0] == 0
-    assert dict(ShardStore.open(tmp_path / "part").manifest.splits) == {"validation": 5}
-    assert run("subset", sound, "--rows", 3, "--out", tmp_path / "kept")[0] == 0
-    kept = ShardStore.open(tmp_path / "kept")
-    assert {name: kept.file(name) for name in FILES} == FILES
-
-
-def test_merged_parts_are_the_whole(run: Run, sound: Path, tmp_path: Path) -> None:
-    for part, dropped in (("a", (1, 3)), ("b", (0,))):
-        shutil.copytree(sound, tmp_path / part)
-        for shard in dropped:
-            (tmp_path / part / f"ledger/train/{shard:06d}.json").unlink()
-    a, b, out = tmp_path / "a", tmp_path / "b", tmp_path / "out"
-    computed = [{"part": "a"}, {"part": "b"}]
-    for place, way in zip((a, b), computed, strict=True):
-        record_ways(open_location(place), [way])
-    code, text = run("merge", a, "--out", out)
-    assert code == 1 and "2 shards in none of the stores, the first is train shard 1" in text
-    assert run("merge", a, b, "--out", out)[0] == 0
-    assert read_ways(open_location(out)) == computed
-    (out / COMPUTED_FILE).unlink()
-    assert file_bytes(out) == file_bytes(sound)
-    # A damaged part is not merged unless another has it.
-    (b / "train/entry_gumbels/c/1/0/0").write_bytes(b"damaged")
-    code, text = run("merge", b, "--out", tmp_path / "other")
-    assert code == 1 and "train/entry_gumbels/c/1/0/0: train shard 1" in text
-    assert run("merge", b, sound, "--out", tmp_path / "other")[0] == 0
-    (tmp_path / "other" / COMPUTED_FILE).unlink()
-    assert file_bytes(tmp_path / "other") == file_bytes(sound)
-
-
-def test_merging_mends_what_is_there_and_leaves_a_claimed_shard_alone(run: Run, sound: Path, tmp_path: Path) -> None:
-    out, record = tmp_path / "out", "ledger/train/000001.json"
-    writer = open_writer(out)
-    with writer.claim(writer.pending("train")[1]) as mine:
-        assert mine
-        code, text = run("merge", sound, "--out", out)
-        assert code == 1 and "held by another process" in text
-        assert not (out / "train/entry_gumbels/c/1").exists()
-    damages = (record, None), ("train/entry_gumbels/c/1/0/0", None), (record, b"{}")
-    for name, content in damages:
-        assert run("merge", sound, "--out", out)[0] == 0
-        assert file_bytes(out) == file_bytes(sound)
-        (out / name).unlink()
-        if content:
-            (out / name).write_bytes(content)
-        code, text = run("merge", sound, "--out", out)
-        assert code == 0, (name, text)
-        assert file_bytes(out) == file_bytes(sound), name
 
 
 def test_the_view_of_a_row(posterior: ShardStore) -> None:
@@ -316,11 +210,13 @@ def test_what_was_converted_decodes_to_the_same_draw(
     source: ShardStore, tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The noise of a next to impossible token is exact, where it is stored apart."""
-    monkeypatch.setattr("shards.tools.rewriting.POSITIONS_AT_ONCE", 3 * VOCAB * LENGTH)
+    monkeypatch.setattr("shards.tools.conversion.POSITIONS_AT_ONCE", 3 * VOCAB * LENGTH)
     codec, max_error_nats = TARGETS[name]
+    record_ways(source.location, [{"device": "cpu"}])
     convert(source, str(tmp_path / "out"), codec, Bar())
     made = ShardStore.open(tmp_path / "out")
-    assert verify(tmp_path / "out") == []
+    assert verify(tmp_path / "out") == [] and read_ways(made.location) == [{"device": "cpu"}]
+    assert made.files("corpus") == source.files("corpus") != {}
     assert set(codec.resource_names) <= set(made.resources)
     if "unigram_log_probs" in source.resources:
         kept = made.resources["unigram_log_probs"]
@@ -338,17 +234,6 @@ def test_what_was_converted_decodes_to_the_same_draw(
             assert np.isfinite(stored).all()
             own = exact.token_gumbels.reshape(rows, LENGTH - 1).numpy()
             np.testing.assert_allclose(stored, own, rtol=1e-6)
-
-
-def test_a_subset_tells_its_store_and_is_taken_for_no_other(source: ShardStore, tmp_path: Path) -> None:
-    """Even with all rows: what was done to a store belongs to what it is."""
-    record_ways(source.location, [{"device": "cpu"}])
-    subset(source, str(tmp_path / "all"), SPLITS, Bar())
-    made = ShardStore.open(tmp_path / "all")
-    assert made.manifest.tokens["subset_of"] == source.manifest.sha256
-    assert read_ways(made.location) == [{"device": "cpu"}]
-    with pytest.raises(UsageError, match="begun with other inputs"):
-        merge([source], str(tmp_path / "all"), Bar())
 
 
 @pytest.mark.parametrize("counted_shards", [4, 2])

@@ -9,8 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from shards.codec.protocol import TeacherOutput
-from shards.codec.registry import codec_parameters, make_codec
+from shards.codec.protocol import TeacherOutput, codec_parameters, make_codec
 from shards.store.manifest import Manifest
 from shards.store.store import ShardStore
 from shards.store.writer import ShardWriter

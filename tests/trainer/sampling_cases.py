@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from shards.noise.kinds import PriorNoise
+from shards.noise.gumbel import KeyedPrior
 from shards.settings import resolve
 from trainer.sampling.noise import sampling_noise
 from trainer.students.registry import STUDENTS, Student, StudentSettings
@@ -47,7 +47,7 @@ def open_rows(student: Student, num_rows: int, length: int | None = None) -> Ten
     return tokens
 
 
-def noise_for(student: Student, ids: Tensor, seed: int, length: int = LENGTH) -> PriorNoise | None:
+def noise_for(student: Student, ids: Tensor, seed: int, length: int = LENGTH) -> KeyedPrior | None:
     """The samples' noise, for a conditioned student."""
     if not student.is_conditioned:
         return None

@@ -13,7 +13,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import default_collate
 
 from shards.errors import UsageError
-from shards.noise.kinds import KeyedPrior
+from shards.noise.gumbel import KeyedPrior
 from shards.noise.philox import PositionKeys
 from tests.trainer.dllm_cases import MASK, WIDTH, draw_weights, tokenizer
 from tests.trainer.run_cases import LENGTH, VOCAB, quiet, teacher_logits, write_store

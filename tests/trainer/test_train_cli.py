@@ -107,22 +107,6 @@ def test_a_mistake_is_one_line(
     assert not (tmp_path / "out" / "model").exists()
 
 
-def test_ctrl_c_while_it_starts_is_one_line() -> None:
-    """Within the first imports, of which the last is waited for in vain."""
-    program = (
-        "import sys, signal, os\n"
-        "class Late:\n"
-        "    def find_spec(self, name, *_):\n"
-        "        if name == 'rich.progress': os.kill(os.getpid(), signal.SIGINT)\n"
-        "sys.meta_path.insert(0, Late())\n"
-        "from trainer.cli import main\n"
-    )
-    words = [sys.executable, "-c", program]
-    done = subprocess.run(words, cwd=PROJECT, capture_output=True, text=True, check=False)
-    assert done.returncode == -signal.SIGINT
-    assert done.stderr == "interrupted; run the same command again to resume\n"
-
-
 def start(store: Path, config: Path, out: Path) -> subprocess.Popen[bytes]:
     """The command in a process of its own."""
     words = [sys.executable, "-m", "trainer.cli", "run", "--store", str(store)]

@@ -16,9 +16,10 @@ from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
 from shards.codec.protocol import Codec
-from shards.noise.kinds import Noise, Probabilities
+from shards.noise.embedding import Noise
+from shards.noise.gumbel import Probabilities
 from shards.noise.philox import PositionKeys
-from shards.provenance import derive_seed
+from shards.settings import derive_seed
 from shards.store.manifest import COUNTED
 from shards.store.store import ShardStore
 from shards.stream.stream import RowBatch

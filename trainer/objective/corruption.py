@@ -16,9 +16,10 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from shards.errors import GdistillError, UsageError
-from shards.noise.kinds import KeyedPosterior, Noise
+from shards.noise.embedding import Noise
+from shards.noise.gumbel import KeyedPosterior
 from shards.noise.philox import PositionKeys, stream_bits
-from shards.provenance import derive_seed
+from shards.settings import derive_seed
 from trainer.objective.batch import Batch, Places
 from trainer.students.configuration import DiffusionSettings
 

@@ -13,7 +13,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from shards.noise.kinds import HeadAndTail, Probabilities
+from shards.noise.gumbel import HeadAndTail, Probabilities
 
 NOWHERE = -2e6
 """Log-probability of listed tokens among the rest: finite, so that gradients are, and exp is 0."""

@@ -30,7 +30,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from shards.errors import UsageError
-from shards.noise.kinds import Noise
+from shards.noise.embedding import Noise
 from shards.settings import setting
 from trainer.objective.batch import Places
 from trainer.sampling.fill import Pass, Rows, Sampler, check_length, check_times, check_tokens

@@ -19,7 +19,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from shards.errors import UsageError
-from shards.noise.kinds import Noise
+from shards.noise.embedding import Noise
 from shards.settings import check_bounds, setting
 from trainer.objective.batch import Places, placed
 from trainer.objective.corruption import Schedule, law_of, masking_sigma

@@ -17,11 +17,11 @@ from torch import Tensor
 
 from shards.codec.protocol import Codec
 from shards.errors import UsageError
-from shards.noise.kinds import KeyedPrior, Noise, PriorNoise
+from shards.noise.embedding import Noise
+from shards.noise.gumbel import KeyedPrior
 from shards.noise.nucleus import NucleusRule, truncate_to_nucleus
 from shards.noise.philox import PositionKeys, race, uniforms
-from shards.provenance import derive_seed
-from shards.settings import check_bounds, setting
+from shards.settings import check_bounds, derive_seed, setting
 from trainer.objective.batch import Places
 from trainer.students.conditioning import EmbeddedNoise
 from trainer.students.registry import Student
@@ -43,7 +43,7 @@ def sampling_noise(
     *,
     codec: Codec | None = None,
     draw: int = 0,
-) -> PriorNoise:
+) -> KeyedPrior:
     """Noise of B * row_length positions, sample by sample; position 0 is there but never read.
 
     A pure function of its arguments: evaluation regenerates a sample's noise from them.
@@ -62,7 +62,7 @@ def sampling_noise(
     return KeyedPrior(keys, vocab_size) if codec is None else codec.prior(keys, vocab_size)
 
 
-def noise_of_rows(student: Student, seed: int, sample_ids: Int[Tensor, "b"], row_length: int) -> PriorNoise | None:
+def noise_of_rows(student: Student, seed: int, sample_ids: Int[Tensor, "b"], row_length: int) -> KeyedPrior | None:
     """``sampling_noise`` as the student reads it; None for one without conditioning."""
     if not student.is_conditioned:
         return None
@@ -91,7 +91,7 @@ class RowNoise:
         index = rows[:, None] * self.length + torch.arange(self.length, device=rows.device)
         noise = self.noise.select(index.flatten().to(self.noise.device))
         if attempt:
-            if not isinstance(noise, PriorNoise):
+            if not isinstance(noise, KeyedPrior):
                 raise UsageError("this noise cannot be redrawn", where="noise", remedy="give sampling_noise")
             noise = noise.redrawn(attempt * STEPS_PER_ATTEMPT)
         return replace(self, noise=noise)

@@ -21,7 +21,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from shards.errors import UsageError
-from shards.noise.kinds import KeyedPrior
+from shards.noise.gumbel import KeyedPrior
 from shards.noise.murmur3 import EngineKeys
 from trainer.loading import load_student
 from trainer.sampling.coupled import WholeRowDrafter, drafter_of

@@ -15,10 +15,9 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
-from shards.codec.protocol import Codec
-from shards.codec.registry import make_codec
+from shards.codec.protocol import Codec, make_codec
 from shards.errors import UsageError, did_you_mean
-from shards.noise.kinds import Noise
+from shards.noise.embedding import Noise
 from shards.settings import from_mapping, to_mapping
 from shards.store.manifest import Manifest
 from trainer.objective.batch import Batch, Places, StoredRowNoise

@@ -18,8 +18,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from shards.errors import UsageError
-from shards.noise.embedding import Weighting
-from shards.noise.kinds import Noise
+from shards.noise.embedding import Noise, Weighting
 from trainer.objective.batch import Places
 from trainer.students.configuration import NoiseSettings
 

@@ -23,8 +23,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import embedding_bag, layer_norm
 
-from shards.noise.embedding import Tiles, even_width, tile_shape
-from shards.noise.kinds import Noise
+from shards.noise.embedding import Noise, even_width, tile_shape
 from trainer.students.conditioning import LayerNoise
 
 LEAST_SCORE = -1e4
@@ -34,7 +33,7 @@ FEWEST_POSITIONS = 64
 """Searched at a time: what noise reads for all of them (a teacher's head) is read for that many."""
 
 
-def noise_scores(noise: Tiles, tau: float, log_prior: Float[Tensor, "v"] | float) -> Float[Tensor, "n v"]:
+def noise_scores(noise: Noise, tau: float, log_prior: Float[Tensor, "v"] | float) -> Float[Tensor, "n v"]:
     """tau xi + log prior, held whole; xi = -log F, -inf where it was truncated away."""
     arrivals = noise.tile(0, noise.vocab_size).clamp_min(torch.finfo(torch.float32).tiny)
     return log_prior - tau * arrivals.log()

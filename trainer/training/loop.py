@@ -34,11 +34,9 @@ from torch.distributed.fsdp import FSDPModule
 
 from shards.atomic import exclusive, open_itself, sha256_file, whole_lines, write_bytes_atomic, write_json_atomic
 from shards.console import Bar, progress_bar, stderr
-from shards.errors import GdistillError, IntegrityError, UsageError, first_line
-from shards.interrupts import Stopped, StopRequest
-from shards.noise.philox import noise_kernel, use_noise_kernel
-from shards.provenance import derive_seed
-from shards.settings import to_mapping
+from shards.errors import GdistillError, IntegrityError, Stopped, StopRequest, UsageError, first_line
+from shards.noise.compiled import noise_kernel, use_noise_kernel
+from shards.settings import derive_seed, to_mapping
 from shards.store.store import ShardStore, SplitReader
 from shards.stream.stream import RowBatch, ShardStream
 from trainer.objective.batch import Batch, BatchMaker, CopiesAhead
@@ -279,11 +277,10 @@ class Trainer:
             values["epoch"] = epoch
             values["noise_kernel"] = noise_kernel(self.accelerator.device)
             self._write("train", values)
-            note, figures = f"weighted loss {values['loss']:.3f}", {"loss": values["loss"]}
+            note = f"weighted loss {values['loss']:.3f}"
             if self.validation is not None:
-                figures["validation_nll_nats"] = self.validation["nll_nats"]
-                note += f"; validation {figures['validation_nll_nats']:.3f} nats/token"
-            bar.note(note, step=self.step, **figures)
+                note += f"; validation {self.validation['nll_nats']:.3f} nats/token"
+            bar.note(note)
         if self.validator is not None and self._is_due(training.validate_every_steps):
             with self.window.paused():
                 self._validate(self.validator)

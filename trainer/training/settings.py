@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from shards.errors import UsageError, did_you_mean
-from shards.provenance import derive_seed
 from shards.settings import (
     check_bounds,
+    derive_seed,
     flatten,
     merge,
     nested,

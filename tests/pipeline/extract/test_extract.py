@@ -20,10 +20,10 @@ from pipeline.settings import ExtractRequest, StoreSettings, Worker, resolve_req
 from pipeline.teacher import RawLogits, Teacher
 from pipeline.tokens.dataset import TokenDataset
 from shards.codec.posterior import PosteriorCodec
-from shards.codec.registry import make_codec
+from shards.codec.protocol import make_codec
 from shards.errors import GdistillError, UsageError
+from shards.noise.embedding import dense_arrivals
 from shards.noise.gumbel import gumbel_argmax
-from shards.noise.kinds import dense_arrivals
 from shards.store.manifest import read_ways
 from shards.store.store import ShardStore
 from shards.store.verification import verify

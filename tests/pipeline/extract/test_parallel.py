@@ -13,8 +13,7 @@ import pytest
 
 from pipeline import extract
 from pipeline.settings import Worker
-from shards.errors import GdistillError, UsageError
-from shards.interrupts import StopRequest
+from shards.errors import GdistillError, StopRequest, UsageError
 from shards.store.location import LocalLocation
 from shards.store.verification import verify
 from shards.store.writer import ShardWriter

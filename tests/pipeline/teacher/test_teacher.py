@@ -25,8 +25,8 @@ from pipeline.tokens.tokenizer import load_tokenizer
 from shards.errors import GdistillError, UsageError
 from shards.language_model.forward import largest_batch, resolve_device
 from shards.language_model.loading import find_pretrained
-from shards.noise.gumbel import gumbel_argmax
-from shards.noise.kinds import KeyedPrior, dense_arrivals
+from shards.noise.embedding import dense_arrivals
+from shards.noise.gumbel import KeyedPrior, gumbel_argmax
 from shards.noise.philox import PositionKeys
 from shards.store.store import ShardStore
 from tests.pipeline import extract_cases

@@ -15,19 +15,18 @@ import torch
 from scipy.stats import chisquare, ks_2samp
 from torch import Tensor
 
-from shards.codec import registry
+from shards.codec import protocol
 from shards.codec.full import FullCodec, frozen_posterior, round_down_to_half
 from shards.codec.ids import from_planes, most_probable_tokens
 from shards.codec.posterior import PosteriorCodec
-from shards.codec.protocol import PART_ELEMENTS, Codec, TeacherOutput, position_keys
+from shards.codec.protocol import CODECS, PART_ELEMENTS, Codec, TeacherOutput, make_codec, position_keys
 from shards.codec.quantized import QuantizedCodec
-from shards.codec.registry import CODECS, make_codec
 from shards.codec.seeded import SeededCodec, ShiftedNoise, ShiftScale, _codes
 from shards.codec.topk import TopKCodec
 from shards.errors import GdistillError, UsageError
 from shards.noise import order_statistics as statistics
-from shards.noise.gumbel import gumbel_argmax
-from shards.noise.kinds import KeyedPosterior, Noise, dense_arrivals
+from shards.noise.embedding import Noise, dense_arrivals
+from shards.noise.gumbel import KeyedPosterior, gumbel_argmax
 from shards.noise.philox import PositionKeys
 from shards.store.writer import ShardWriter
 from shards.testing import check_codec
@@ -171,8 +170,8 @@ def test_the_kit_sees_what_is_wrong(codec: Codec) -> None:
 
 
 def test_codecs_from_outside_are_entry_points(monkeypatch: pytest.MonkeyPatch) -> None:
-    point = EntryPoint("acme/whole", "shards.codec.full:FullCodec", registry.ENTRY_POINTS)
-    monkeypatch.setattr(registry, "entry_points", lambda group: [point])
+    point = EntryPoint("acme/whole", "shards.codec.full:FullCodec", protocol.ENTRY_POINTS)
+    monkeypatch.setattr(protocol, "entry_points", lambda group: [point])
     assert isinstance(make_codec("acme/whole"), FullCodec)
 
 
@@ -442,7 +441,7 @@ def test_a_hidden_state_too_large_for_half_precision_is_not_stored(tmp_path: Pat
     named = {"name": "hidden", "parameters": {"dtype": "float16"}}
     manifest = make_manifest(codec=named, arrays=codec.array_specs(50, 4))
     writer = ShardWriter.create_or_resume(tmp_path / "store", manifest, {})
-    shard = writer.shards("train")[1]
+    shard = writer.manifest.shards("train")[1]
     arrays = make_arrays(manifest, shard)
     hidden = torch.zeros(shard.num_rows, manifest.row_length, 4)
     hidden[2, 3, 1] = 1e5

@@ -208,6 +208,24 @@ def test_a_configuration_is_told_by_what_it_computes() -> None:
         assert files_with(GPT2Config(**{**config, **change})).config_sha256 == first
 
 
+def test_weights_are_told_by_name_type_shape_and_bytes_in_whatever_files(tmp_path: Path) -> None:
+    def told(*files: dict[str, torch.Tensor]) -> str:
+        names = [f"{index}.safetensors" for index in range(len(files))]
+        folder = tmp_path / str(len(list(tmp_path.iterdir())))
+        folder.mkdir()
+        for name, tensors in zip(names, files, strict=True):
+            save_file(tensors, folder / name)
+        places = {tensor: name for name, tensors in zip(names, files, strict=True) for tensor in tensors}
+        (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
+        return loading.PretrainedFiles("a", folder, GPT2Config()).weights_sha256
+
+    one, two = torch.arange(4.0), torch.arange(6.0)
+    first = told({"a": one, "b": two})
+    assert told({"b": two}, {"a": one}) == first
+    changed = {"a": one.view(2, 2)}, {"a": one.view(torch.int32)}, {"a": one + 1}, {"c": one}
+    assert len({first, *(told({"b": two, **tensors}) for tensors in changed)}) == 5
+
+
 @pytest.mark.parametrize("device_map", ["nowhere", "cuda:97", "meta", {}, {"": "disk"}, {"": 97}, {"": True}], ids=str)
 def test_a_device_that_is_not_there_is_one_line(device_map: Any) -> None:
     with pytest.raises(UsageError, match=r"no such place for a model \[device_map\]"):

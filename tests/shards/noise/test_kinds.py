@@ -21,16 +21,8 @@ from shards.codec.full import StoredNoise
 from shards.codec.seeded import ShiftedNoise
 from shards.noise import gumbel, philox
 from shards.noise import order_statistics as statistics
-from shards.noise.embedding import Weighting
-from shards.noise.kinds import (
-    DenseProbabilities,
-    Entries,
-    HeadAndTail,
-    KeyedPosterior,
-    KeyedPrior,
-    Noise,
-    dense_arrivals,
-)
+from shards.noise.embedding import Noise, Weighting, dense_arrivals
+from shards.noise.gumbel import DenseProbabilities, Entries, HeadAndTail, KeyedPosterior, KeyedPrior
 from shards.noise.order_statistics import SparseNoise, TopPrior
 from shards.noise.philox import PositionKeys
 
@@ -95,7 +87,7 @@ def test_a_race_of_three_by_hand() -> None:
 
 
 def test_exponential_of_extreme_bits() -> None:
-    values = gumbel.exponential_from_bits(torch.tensor([0, 1 << 31, (1 << 32) - 1]))
+    values = philox.exponential_from_bits(torch.tensor([0, 1 << 31, (1 << 32) - 1]))
     expected = [0.5 * 2.0**-32, math.log(2.0), 24 * math.log(2.0)]
     torch.testing.assert_close(values, torch.tensor(expected), rtol=1e-6, atol=0)
     assert float(values[0]) > 0
@@ -174,7 +166,7 @@ def head_and_tail(num: int, vocab_size: int, kept: int) -> tuple[KeyedPosterior,
     full = (scale[:, None] * unigram).scatter(1, ids, top)
     # A slot that no position uses counts for nothing, whatever it holds.
     ids, top = torch.cat([ids, ids[:, :1]], 1), torch.cat([top, 9 * top[:, :1]], 1)
-    head = Entries(ids, top, (torch.arange(kept + 1) < kept).expand(ids.shape))
+    head = Entries(ids, top, (torch.arange(kept + 1) < kept).expand(ids.shape), vocab_size)
     noise = posterior_of(full.log(), tokens)
     return replace(noise, probabilities=HeadAndTail(head, scale, unigram)), full
 
@@ -188,7 +180,7 @@ def shifted(num: int, vocab_size: int) -> ShiftedNoise:
     exact = dense_posterior(num, vocab_size)
     ids = torch.arange(6).expand(num, 6) * 5
     used = ids % 3 != torch.arange(num)[:, None] % 3
-    factors = Entries(ids, 1.0 + ids / 7, used)
+    factors = Entries(ids, 1.0 + ids / 7, used, vocab_size)
     return ShiftedNoise(exact.keys, exact.tokens, exact.token_log_probs, factors, vocab_size)
 
 

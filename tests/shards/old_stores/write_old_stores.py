@@ -16,13 +16,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from shards.codec.protocol import TeacherOutput
-from shards.codec.registry import codec_parameters, make_codec
-from shards.noise.kinds import dense_arrivals
+from shards.codec.protocol import TeacherOutput, codec_parameters, make_codec
+from shards.noise.embedding import dense_arrivals
 from shards.store.manifest import Manifest
 from shards.store.store import ShardStore
 from shards.store.writer import ShardWriter
-from shards.tools.rewriting import stored_noise
+from shards.tools.conversion import stored_noise
 
 VOCAB, LENGTH, HIDDEN, SEED = 11, 5, 3, 5
 SPLITS = {"train": 5, "validation": 2}
@@ -74,7 +73,7 @@ def write(folder: Path, name: str, format_version: int) -> ShardStore:
         encoded = codec.encode(output, manifest.noise_seed(split), known)
         own = {"token_log_probs": output.token_log_probs, "tokens": output.tokens}
         values = {**encoded, **own}
-        for shard in writer.shards(split):
+        for shard in writer.manifest.shards(split):
             arrays = {
                 key: np.zeros((shard.num_rows, LENGTH, *spec.trailing_shape), spec.dtype)
                 for key, spec in manifest.all_arrays.items()

@@ -22,16 +22,13 @@ import zstandard
 
 from shards.atomic import FileRecord
 from shards.cli import description_text
-from shards.console import Bar
 from shards.errors import GdistillError, UsageError, path_inside, safe_name
 from shards.store.layout import encode_shard
 from shards.store.location import open_location
 from shards.store.manifest import read_ways, seal
-from shards.store.store import Description
-from shards.store.verification import forget, verify
+from shards.store.verification import Description, forget, verify
 from shards.store.writer import ShardWriter
 from shards.stream.dataset import OpenStore, open_store
-from shards.tools.rewriting import merge
 from tests.shards.store_cases import KEPT, VOCAB, file_bytes, make_arrays, write_store
 
 RESOURCE, TOKENS = "resources/unigram_log_probs/zarr.json", "train/tokens/zarr.json"
@@ -141,7 +138,7 @@ def resource_of(root: Path, data: bytes) -> None:
 def forged(root: Path, array: str, value: float) -> None:
     """One number of a shard, in files whose records, tails and checksums are all right."""
     writer = ShardWriter(open_location(root), open_store(root).manifest)
-    shard = writer.shards("train")[1]
+    shard = writer.manifest.shards("train")[1]
     arrays = make_arrays(writer.manifest, shard)
     arrays[array][2, 3] = value
     writer._put(shard, encode_shard(writer.manifest, shard, arrays))
@@ -337,8 +334,6 @@ def test_a_record_of_computing_is_no_trap(store: Path, tmp_path: Path, data: byt
     use(store, tmp_path / "out")  # it is no part of the store
     with pytest.raises(GdistillError):
         read_ways(open_location(store))
-    with pytest.raises(GdistillError):
-        merge([open_store(store)], str(tmp_path / "merged"), Bar())
 
 
 @pytest.mark.parametrize("name", OUTSIDE, ids=repr)
@@ -429,7 +424,6 @@ def test_files_of_a_store_without_tails_are_told_apart(tmp_path: Path) -> None:
     write_store(root, splits={"train": 8, "validation": 8}, seed=1)
     seal_ledger(root, lambda record: record.pop("tails"))
     use(root, tmp_path / "out")
-    assert "before tails" in description_text(Description.of(open_store(root)))
     writer = ShardWriter(open_location(root), open_store(root).manifest)
     assert writer.is_complete()
     one, other = (root / s / "token_log_probs/c/0/0" for s in ("train", "validation"))

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from datetime import UTC, datetime
-from multiprocessing import get_context
 from pathlib import Path
 from threading import Barrier, Event
 from types import SimpleNamespace
@@ -27,7 +24,7 @@ from shards.atomic import FileRecord
 from shards.errors import GdistillError, IntegrityError, UsageError
 from shards.store.location import Location, open_location
 from shards.store.manifest import ShardRange
-from shards.store.remote import FileCache, RemoteLocation, this_process
+from shards.store.remote import FileCache, RemoteLocation
 from shards.store.store import ShardStore
 from shards.store.verification import verify
 from shards.stream.stream import ShardStream
@@ -86,21 +83,10 @@ def test_it_is_a_location(url: str) -> None:
     place.write("a/b", b"other")
     assert place.read("a/b") == b"other" and place.size("a/b") == 5
     assert place.sizes("a") == {"a/b": 5}
-    assert abs(place.written_at("a")["a/b"] - time.time()) < 3600  # UTC or not, in seconds or not
     place.delete("a/b")
     place.delete("a/b")
     with pytest.raises(FileNotFoundError):
         place.read("a/b")
-
-
-def test_every_client_has_a_word_of_its_own_for_the_time_of_writing(memory: str) -> None:
-    place = RemoteLocation(memory)
-    when = datetime.fromtimestamp(7, UTC)
-    words = {"LastModified": when, "last_modified": when, "updated": "1970-01-01T00:00:07Z"}
-    told = [{word: value} for word, value in {**words, "mtime": 7, "created": 7.0}.items()]
-    listed = {f"{place._root}/{i}": info for i, info in enumerate([*told, {}])}
-    place._files = SimpleNamespace(invalidate_cache=lambda: None, find=lambda *_, **__: listed)
-    assert place.written_at("") == dict.fromkeys("01234", 7.0)
 
 
 def test_a_store_is_written_read_and_streamed_as_a_local_one(url: str, sound: Path, rows: Rows) -> None:
@@ -157,9 +143,8 @@ CLAIM_FILE = f".claims/{CLAIM}"
 
 
 def plant(place: RemoteLocation, **fields: object) -> bytes:
-    """A claim's object, of a process of another machine where nothing else is said."""
-    elsewhere = {"host": "another.example", "pid": 1, "id": "x", "renewed": time.time()}
-    data = json.dumps({**elsewhere, **fields}).encode()
+    """A claim's object, of another process."""
+    data = json.dumps({"id": "x", "renewed": time.time(), **fields}).encode()
     place.write(CLAIM_FILE, data)
     return data
 
@@ -214,17 +199,19 @@ def num_holders(places: list[RemoteLocation]) -> int:
         return sum(pool.map(try_to_hold, places))
 
 
-def test_one_process_takes_over_a_void_claim(url: str) -> None:
-    place = RemoteLocation(url)
-    for round_ in range(5):
-        plant(place, id=str(round_), renewed=time.time() - 1e6)
-        assert num_holders([RemoteLocation(url) for _ in range(6)]) == 1
-        assert place.claims() == [] and open_location(f"{url}/.claims").sizes() == {}
-    void = plant(place, renewed=time.time() - 1e6)
-    place.write(f"{CLAIM_FILE}~x", void.replace(b'"x"', b'"y"'))  # a takeover that was cut short
-    with place.claim(CLAIM, wait=False) as mine:
-        assert mine and place.claims() == [CLAIM]
-    assert place.claims() == []
+def test_a_void_claim_is_taken_over(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    place, pauses = RemoteLocation(url), list[float]()
+
+    def overwritten_meanwhile(seconds: float) -> None:
+        pauses.append(seconds)
+        if len(pauses) == 1:
+            plant(place, id="theirs")
+
+    monkeypatch.setattr("shards.store.remote.time.sleep", overwritten_meanwhile)
+    for mine in (False, True):
+        plant(place, renewed=time.time() - 1e6)
+        assert can_take(place) == mine, "who was overwritten has lost it"
+    assert pauses == [1.0, 1.0] and place.claims() == []
 
 
 class LookThenWrite(MemoryFileSystem):
@@ -257,18 +244,9 @@ def test_one_process_gets_a_claim_even_where_creation_is_not_exclusive(
 def test_a_claim_let_go_of_in_between_is_not_overwritten(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     place, other = RemoteLocation(url), RemoteLocation(url)
     with other.claim(CLAIM, wait=False):
-        # Gone when looked at, then retaken.
-        monkeypatch.setattr(place._leases, "_held", lambda _: None)
+        monkeypatch.setattr(place, "_held", lambda _: None)  # gone when looked at, then retaken
         assert not can_take(place)
     assert other.claims() == []
-
-
-def test_a_claim_taken_over_meanwhile_is_not_taken_over_again(memory: str) -> None:
-    place = RemoteLocation(memory)
-    void = json.loads(plant(place, renewed=1.0))
-    theirs = plant(place, id="theirs")  # since we looked and found ``void``
-    assert not place._leases._take_over(CLAIM_FILE, void, {**this_process(), "id": "ours"})
-    assert place.read(CLAIM_FILE) == theirs and place.claims() == [CLAIM]
 
 
 class Released(Event):
@@ -288,29 +266,10 @@ def test_a_renewal_leaves_the_claim_of_another_as_it_is(memory: str) -> None:
     place = RemoteLocation(memory, lease_seconds=80.0)
     for owner, renewed in (("other", False), ("ours", True)):
         claim, released = plant(place, id=owner, renewed=1.0), Released(2)
-        place._leases._renew(CLAIM_FILE, {"id": "ours"}, released)
+        place._renew(CLAIM_FILE, "ours", released)
         found = place.read(CLAIM_FILE)
         assert (found != claim) == renewed and json.loads(found)["id"] == owner
         assert max(released.pauses) < 40.0
-
-
-def _hold(url: str, held: str) -> None:
-    with open_location(url).claim(CLAIM, wait=False):
-        Path(held).touch()
-        time.sleep(60)
-
-
-def test_the_claim_of_a_killed_process_is_void(bucket: str, tmp_path: Path) -> None:
-    url = f"{bucket}/killed"
-    process = get_context("spawn").Process(target=_hold, args=(url, str(tmp_path / "held")))
-    process.start()
-    while not (tmp_path / "held").exists():
-        assert process.is_alive()
-        time.sleep(0.05)
-    assert not can_take(open_location(url))
-    os.kill(process.pid or 0, signal.SIGKILL)
-    process.join()
-    assert can_take(open_location(url))
 
 
 def test_the_cache_serves_what_it_has_and_fetches_a_spoilt_copy_again(memory: str, tmp_path: Path, rows: Rows) -> None:
@@ -326,28 +285,10 @@ def test_the_cache_serves_what_it_has_and_fetches_a_spoilt_copy_again(memory: st
     assert_rows(place, rows)
 
 
-def test_eviction_keeps_to_its_size_and_to_its_own_copies(memory: str, tmp_path: Path, rows: Rows) -> None:
-    cases.write_store(memory)
-    before = open_location(memory).sizes()
-    (tmp_path / "the only copy.txt").write_text("of something else")
-    assert_rows(RemoteLocation(memory, cache=FileCache(tmp_path, max_bytes=400)), rows)
-    copies = [path for path in tmp_path.iterdir() if path.suffix != ".txt"]
-    assert 0 < sum(path.stat().st_size for path in copies) <= 400
-    assert (tmp_path / "the only copy.txt").read_text() == "of something else"
-    assert open_location(memory).sizes() == before
-
-
-def test_the_cache_settings(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("HOME", str(tmp_path))
-    monkeypatch.setenv("GDISTILL_CACHE", "~/cache")
-    monkeypatch.setenv("GDISTILL_CACHE_BYTES", "1000")
-    assert FileCache.default() == FileCache(tmp_path / "cache", 1000)
-    monkeypatch.setenv("GDISTILL_CACHE_BYTES", "0")
-    assert FileCache.default() == FileCache(tmp_path / "cache", 0)
-    for wrong in ("1 GB", "\N{SUPERSCRIPT TWO}", "-1", "", "9" * 5000):
-        monkeypatch.setenv("GDISTILL_CACHE_BYTES", wrong)
-        with pytest.raises(UsageError, match="GDISTILL_CACHE_BYTES"):
-            FileCache.default()
+@pytest.fixture
+def free(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    """So many bytes of the disk's 1,000 are free, of which a twentieth is to stay so."""
+    return lambda num: monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(total=1000, free=num))
 
 
 def content(descriptor: int) -> bytes:
@@ -387,16 +328,28 @@ def test_the_cache_refuses_another_content_and_a_copy_of_another_size(tmp_path: 
     assert put(cache, b"right") and not put(cache, b"right")
 
 
-def test_what_a_killed_download_left_is_removed_when_old(tmp_path: Path) -> None:
-    cache = FileCache(tmp_path, max_bytes=100)
+def test_a_disk_nearly_full_is_kept_free_of_what_was_unused_for_longest(
+    tmp_path: Path, free: Callable[[int], None]
+) -> None:
+    cache = FileCache(tmp_path)
+    put_earlier(cache, b"one..", b"two..", b"three")
+    assert not put(cache, b"one.."), "used now"
+    free(55)
+    assert put(cache, b"four."), "there is room"
+    free(52)  # five more would leave 47
+    assert put(cache, b"five.") and not copy_of(cache, b"two..").exists(), "in the place of two"
+    assert [put(cache, data) for data in (b"one..", b"three", b"four.")] == [False] * 3
+
+
+def test_only_old_leftovers_of_downloads_are_removed(tmp_path: Path, free: Callable[[int], None]) -> None:
     names = (f".{'0' * 64}.{'1' * 32}.tmp", f".{'2' * 64}.{'3' * 32}.tmp", "notes.tmp")
     died, running, strange = (tmp_path / name for name in names)
-    for path in (died, running, strange):
+    for path, age in ((died, 25), (running, 23), (strange, 25)):  # hours
         path.write_bytes(bytes(90))
-    for path, age in ((died, 25), (strange, 25), (running, 23)):  # hours
         os.utime(path, (time.time() - 3600 * age,) * 2)
-    put(cache, b"first")
-    assert set(tmp_path.iterdir()) == {running, strange, copy_of(cache, b"first")}
+    free(0)
+    put(FileCache(tmp_path), b"first")
+    assert set(tmp_path.iterdir()) == {running, strange, copy_of(FileCache(tmp_path), b"first")}
 
 
 def test_a_download_killed_on_the_way_is_never_taken_for_a_copy(tmp_path: Path) -> None:
@@ -409,40 +362,15 @@ os.replace = lambda *_: os.kill(os.getpid(), 9)
 FileCache(Path({str(tmp_path)!r})).open(FileRecord.of(b"content"), lambda: b"content")
 """
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == -9
-    (left,) = tmp_path.iterdir()
-    os.utime(left, (0, 0))
-    cache = FileCache(tmp_path, max_bytes=10)
-    assert put(cache, b"content")
-    assert list(tmp_path.iterdir()) == [copy_of(cache, b"content")]
+    assert len(list(tmp_path.iterdir())) == 1 and put(FileCache(tmp_path), b"content")
 
 
-def test_the_copy_unused_for_longest_goes_first(tmp_path: Path) -> None:
-    cache = FileCache(tmp_path, max_bytes=15)
-    one, two, three, four = b"one..", b"two..", b"three", b"four."
-    put_earlier(cache, one, two, three)
-    assert not put(cache, one), "used now"
-    assert put(cache, four), "in the place of two"
-    assert [put(cache, data) for data in (one, three, four)] == [False] * 3
-    assert put(cache, two)
-
-
-def test_a_copy_in_use_may_be_evicted(tmp_path: Path) -> None:
-    cache = FileCache(tmp_path, max_bytes=0)
+def test_a_copy_in_use_may_be_evicted(tmp_path: Path, free: Callable[[int], None]) -> None:
+    cache = FileCache(tmp_path)
     first = cache.open(FileRecord.of(b"first"), lambda: b"first")
+    free(0)
     assert put(cache, b"other") and not copy_of(cache, b"first").exists()
     assert content(first) == b"first"
-
-
-@pytest.mark.parametrize("max_bytes", [None, 100])
-def test_a_disk_nearly_full_is_kept_free(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, max_bytes: int | None
-) -> None:
-    cache = FileCache(tmp_path, max_bytes)
-    put_earlier(cache, b"older", b"newer")
-    # A twentieth of 1,000 bytes is to stay free: of 52, five more would leave 47.
-    monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(total=1000, free=52))
-    assert put(cache, b"third")
-    assert not put(cache, b"newer") and put(cache, b"older")
 
 
 def test_another_users_copy_is_as_good(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -454,3 +382,9 @@ def test_another_users_copy_is_as_good(tmp_path: Path, monkeypatch: pytest.Monke
 
     monkeypatch.setattr(os, "utime", refuses)
     assert not put(cache, b"shared")
+
+
+def test_the_cache_lies_where_the_variable_says(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("GDISTILL_CACHE", "~/cache")
+    assert FileCache.default().folder == tmp_path / "cache"

@@ -12,12 +12,10 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from shards.console import Bar
 from shards.errors import IntegrityError
 from shards.store.manifest import ShardRange
 from shards.store.store import ShardStore
 from shards.store.verification import forget, verify
-from shards.tools.rewriting import merge
 from tests.shards import store_cases as cases
 from tests.shards.store.fault_trials import flipped
 
@@ -93,19 +91,6 @@ class StoreMachine(RuleBasedStateMachine):
         gone = forget(self.root, verify(self.root))
         assert set(gone) == self.spoilt
         self.spoilt.clear()
-
-    @rule()
-    def merge(self) -> None:
-        """With an empty store's parts: what is whole arrives, what is spoilt is refused."""
-        out = self.folder / "merged"
-        stores = [ShardStore.open(self.root, allow_incomplete=True)]
-        try:
-            _, missing = merge(stores, str(out), Bar())
-            assert not self.spoilt
-            assert set(missing) == set(SHARDS) - self.whole
-        except IntegrityError:
-            assert self.spoilt
-        shutil.rmtree(out, ignore_errors=True)
 
     @rule()
     def finish(self) -> None:

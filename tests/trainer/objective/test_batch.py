@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from shards.errors import UsageError
-from shards.noise.kinds import KeyedPosterior, dense_arrivals
-from shards.provenance import derive_seed
+from shards.noise.embedding import dense_arrivals
+from shards.noise.gumbel import KeyedPosterior
+from shards.settings import derive_seed
 from shards.store.store import ShardStore
 from shards.stream.stream import RowBatch, ShardStream
 from tests.trainer.run_cases import LENGTH, teacher_logits, tiny_run, write_store

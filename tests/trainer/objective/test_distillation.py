@@ -12,7 +12,7 @@ import torch
 from torch.nn import functional
 
 from shards.errors import UsageError
-from shards.noise.kinds import DenseProbabilities, Entries, HeadAndTail
+from shards.noise.gumbel import DenseProbabilities, Entries, HeadAndTail
 from tests.trainer.run_cases import VOCAB as SMALL
 from tests.trainer.run_cases import teacher_logits, tiny_run, write_store
 from tests.trainer.training.cases import first_batch, student_of, trainer_of

@@ -14,13 +14,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AutoModel, TopPLogitsWarper
 
-from shards.codec.protocol import Codec, TeacherOutput
-from shards.codec.registry import CODECS, make_codec
+from shards.codec.protocol import CODECS, Codec, TeacherOutput, make_codec
 from shards.errors import UsageError
-from shards.noise.kinds import KeyedPrior, Noise, dense_arrivals
+from shards.noise.embedding import Noise, dense_arrivals
+from shards.noise.gumbel import KeyedPrior
 from shards.noise.nucleus import FIRST_CANDIDATES, truncate_to_nucleus
 from shards.noise.philox import PositionKeys
-from shards.provenance import derive_seed
+from shards.settings import derive_seed
 from shards.store.store import ShardStore
 from tests.trainer.run_cases import tiny_run, write_store
 from tests.trainer.sample_cli_cases import command, read, save

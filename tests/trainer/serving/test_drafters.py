@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from torch.nn.functional import silu
 
 from shards.errors import UsageError
-from shards.noise.kinds import dense_arrivals
+from shards.noise.embedding import dense_arrivals
 from shards.noise.murmur3 import engine_gumbels
 from tests.commands import call
 from tests.trainer.backbone_cases import VOCAB, write_backbone

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from shards.noise.kinds import DenseProbabilities
+from shards.noise.gumbel import DenseProbabilities
 from trainer.objective.distillation import Distillation
 from trainer.students import fused_head
 from trainer.students.fused_head import weighted_nll

@@ -16,8 +16,8 @@ from benchmarks.dense_noise import DenseNoise
 from benchmarks.goldens import ArrivalRows
 from shards.errors import UsageError
 from shards.noise import embedding
-from shards.noise.embedding import Transform
-from shards.noise.kinds import KeyedPrior, dense_arrivals
+from shards.noise.embedding import Transform, dense_arrivals
+from shards.noise.gumbel import KeyedPrior
 from shards.noise.order_statistics import SparseNoise
 from shards.noise.philox import PositionKeys
 from tests.trainer.sampling_cases import tiny_student

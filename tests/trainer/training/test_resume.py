@@ -19,8 +19,7 @@ from accelerate import Accelerator
 from safetensors.torch import load_file
 from torch import nn
 
-from shards.errors import GdistillError, IntegrityError, UsageError
-from shards.interrupts import Stopped
+from shards.errors import GdistillError, IntegrityError, Stopped, UsageError
 from shards.store.store import ShardStore
 from tests.trainer.run_cases import assert_same_run, tiny_run, write_store
 from trainer.training.checkpoint import FILES, CheckpointFolder, ExponentialMovingAverage, Trainee, make_optimizer

@@ -27,8 +27,7 @@ import torch
 from safetensors.torch import load_file
 from torch.distributed.tensor import DTensor
 
-from shards.errors import GdistillError
-from shards.interrupts import Stopped
+from shards.errors import GdistillError, Stopped
 from shards.store.store import ShardStore
 from tests.trainer.backbone_cases import backbone_run, store_of, write_backbone
 from tests.trainer.run_cases import metrics_without_timing, tiny_run
