@@ -378,8 +378,9 @@ def described(sampler: Sampler) -> dict[str, Any]:
     """Name and settings of a sampler as JSON, other models by name."""
     of = {target.partition(":")[2]: name for name, target in SAMPLERS.items()}
     settings = {"sampler": of[type(sampler).__name__], **to_mapping(sampler)}
-    if "verifier" in settings:
-        settings["verifier"] = published_name(settings["verifier"])
+    for name in ("verifier", "ngrams"):
+        if settings.get(name):
+            settings[name] = published_name(settings[name])
     return settings
 
 

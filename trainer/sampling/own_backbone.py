@@ -20,11 +20,11 @@ its branches until one leaves it. That token is right as well. Any tree gives th
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cached_property
+from math import exp, inf, log
 from typing import Any, ClassVar, Literal
 
+import numpy as np
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
@@ -37,10 +37,11 @@ from shards.settings import setting
 from trainer.objective.batch import Places
 from trainer.sampling.coupled import VerifiedRows, VerifiedSampler
 from trainer.sampling.fill import Pass
+from trainer.sampling.ngrams import ORDER, ngrams_of
 from trainer.sampling.noise import MOST_ELEMENTS, RowNoise, SampleKeys
+from trainer.sampling.trees import Tree, TreeReader, flags
 from trainer.sampling.verifier import CausalReader, Verifier
 from trainer.students.backbone import BackboneStudent
-from trainer.students.drafter import attention_mask
 from trainer.students.registry import Drafter, Medusa, Student
 
 EPSILON, DELTA = 0.1, 1.0
@@ -219,89 +220,6 @@ class DraftModel:
     __call__ = forward
 
 
-class TreeReader(CausalReader):
-    """Next-token logits of B growing rows, and of trees of drafts behind them.
-
-    Attributes:
-        num_read: Tokens of a tree of which nobody has said yet what is kept.
-    """
-
-    num_read = 0
-
-    @torch.no_grad()
-    def read_tree(self, tree: Tree, first: Int[Tensor, "b"], most: int) -> Float[Tensor, "b n v"]:
-        """Logits behind a tree's tokens, the first of which is each row's last known one.
-
-        Args:
-            tree: Of depths that are counted from that token.
-            first: [B] the position behind it.
-            most: Length of a finished row; what lies deeper is read at its end and not used.
-        """
-        self.num_passes += 1
-        self.num_read = tree.tokens.shape[1]
-        known = self.known()[:, None].expand(-1, self.num_read, -1)
-        seen = torch.cat((known, tree.behind), dim=-1)
-        logits, _ = self._run(
-            input_ids=tree.tokens,
-            position_ids=(first[:, None] - 1 + tree.depths).clamp_max(most - 1),
-            attention_mask=attention_mask(self.model, seen),
-            past_key_values=self.cache,
-            use_cache=True,
-        )
-        return logits[..., : self.vocab_size].float()
-
-    def follow(self, path: Int[Tensor, "b k"], counts: Int[Tensor, "b"]) -> None:
-        """Of the tree that was read last, keep the first ``counts[b]`` tokens of a path."""
-        lengths, width = self.lengths + counts, int(self.lengths.max())
-        place = torch.arange(-int(lengths.max()), 0, device=path.device) + lengths[:, None]
-        ahead = (place - self.lengths[:, None]).clamp(0, path.shape[1] - 1)
-        old = place + (width - self.lengths)[:, None]
-        source = torch.where(place < self.lengths[:, None], old, width + path.gather(1, ahead))
-        self._take(torch.where(place < 0, -1, source), width + self.num_read)
-        self.lengths, self.num_read = lengths, 0
-
-
-@dataclass(frozen=True)
-class Tree:
-    """Drafts of m rows; number 0 is the row's last known token, n the most drafts.
-
-    Attributes:
-        tokens: [m, n + 1], a draft behind the one that it follows.
-        behind: [m, n + 1, n + 1] whether token i has token j in its past, itself included.
-    """
-
-    tokens: Int[Tensor, "m n1"]
-    behind: Bool[Tensor, "m n1 n1"]
-
-    @cached_property
-    def depths(self) -> Int[Tensor, "m n1"]:
-        """Tokens between each and number 0, itself included."""
-        return self.behind.sum(dim=-1) - 1
-
-    def walk(
-        self, draw: Callable[[Tensor, int], Tensor], most: Int[Tensor, "m"]
-    ) -> tuple[Int[Tensor, "m k"], Int[Tensor, "m k"], Int[Tensor, "m"]]:
-        """The way of each row's own tokens from number 0: numbers, what follows each, their count.
-
-        Args:
-            draw: What follows the numbers [m] of the tree that it is asked for, and their depth.
-            most: Drafts that may be met.
-        """
-        everyone = torch.arange(len(most), device=most.device)
-        now, counts, path, own = torch.zeros_like(most), torch.ones_like(most), [], []
-        while True:
-            depth = len(path)
-            path.append(now)
-            own.append(draw(now, depth))
-            met = self.behind[everyone, :, now] & (self.tokens == own[-1][:, None])
-            met &= (self.depths == depth + 1) & (counts == depth + 1)[:, None]
-            met &= (depth < most)[:, None]
-            going = met.any(dim=1)
-            if not bool(going.any()):
-                return torch.stack(path, dim=1), torch.stack(own, dim=1), counts
-            now, counts = torch.where(going, met.int().argmax(dim=1), now), counts + going
-
-
 class TreeRows(VerifiedRows):
     """Rows for which a drafter grows trees that its backbone reads."""
 
@@ -320,6 +238,8 @@ class TreeRows(VerifiedRows):
         sizes = self.student.config.vocab_size, len(self.active), self.student.device
         self.drafter = CausalReader(self.model, *sizes)
         self.rule = self.sampler.rule
+        place, size = self.sampler.ngrams, self.student.config.vocab_size
+        self.ngrams = ngrams_of(place, size) if place else None
         self.xi, self.ready = torch.empty(0), 0
 
     def select(self, left: Int[Tensor, "k"]) -> None:
@@ -349,111 +269,135 @@ class TreeRows(VerifiedRows):
         """See :class:`VerifiedRows`; the first pass reads the given tokens and no drafts."""
         first, length = self.first[self.active], self.tokens.shape[1]
         ahead = int(self.sampler.max_lookahead or 0) if self.reader.num_passes else 0
-        # The last token is never drafted: the backbone's own comes as well.
-        self.stops = (first + ahead).clamp_max(length - 1)
         self.noise_ahead(first, ahead + 1)
-        last = self.tokens[self.active].gather(1, first[:, None] - 1)
-        self.tree = Tree(last, torch.ones_like(last, dtype=torch.bool)[..., None])
-        if bool((self.stops > first).any()):
-            self.num_drafts[self.active] += self.stops > first
-            self.tree = self.grow(last, first)
+        self.trees = [Tree(token) for token in self.tokens[self.active, first - 1].tolist()]
+        # The last token is never drafted: the backbone's own comes as well.
+        depths = [min(ahead, length - 1 - place) for place in first.tolist()]
+        if any(depths):
+            self.num_drafts[self.active] += torch.tensor(depths, device=first.device) > 0
+            self.trees = self.grow(first, depths) if self.ngrams is None else self.count(first, depths)
         places = Places(self.active, first)
         return Pass(self.active, places, places)
 
-    def predict(self, part: Pass) -> Float[Tensor, "m n1 v"]:
-        """See :class:`Rows`: the backbone's logits behind all tokens of the trees."""
-        first = self.first[self.active]
+    def predict(self, part: Pass) -> Float[Tensor, "m n1 d"]:
+        """See :class:`Rows`: the backbone's hidden states behind all tokens of the trees."""
+        reader, first = self.reader, part.places.positions
         with torch.autocast(self.tokens.device.type, enabled=False):
-            if not self.reader.num_passes:
-                return self.reader.next_logits(self.tokens[self.active], first, 1)
-            return self.reader.read_tree(self.tree, first, self.tokens.shape[1])
+            if reader.num_passes:
+                return reader.read_trees(self.trees, first)
+            reader.keeps_hidden = True
+            reader.next_logits(self.tokens[self.active], first, 1)
+            assert reader.hidden is not None
+            return reader.hidden
 
-    def kept(self, logits: Float[Tensor, "m s v"]) -> Float[Tensor, "m s v"]:
+    def kept(self, logits: Float[Tensor, "*n v"]) -> Float[Tensor, "*n v"]:
         """Logits of tokens that the rule keeps; those of the others are -inf."""
         if not self.rule.truncates:
             return logits
-        probabilities = self.rule.probabilities(logits.flatten(0, 1)).view_as(logits)
+        probabilities = self.rule.probabilities(logits.flatten(0, -2)).view_as(logits)
         return logits.masked_fill(probabilities == 0, -torch.inf)
 
-    def grow(self, last: Int[Tensor, "m 1"], first: Int[Tensor, "m"]) -> Tree:
-        """The ``tree`` most probable drafts, searched along ``width`` paths.
+    def grow(self, first: Int[Tensor, "m"], depths: list[int]) -> list[Tree]:
+        """The ``tree`` most probable drafts of each row, searched along ``width`` paths.
 
-        A child is less probable than its parent, so the search ends where no path can bring a draft
-        that would be among them; also, row by row, where its paths are too improbable to go on.
+        A child is less probable than its parent, so the search leaves a path that can bring no
+        draft which would be among them, and a row whose paths are too improbable to go on.
+
+        Args:
+            first: [m] the rows' first positions that are not known.
+            depths: How deep each tree may become.
         """
-        sampler, model = self.sampler, self.model
+        sampler, trees = self.sampler, self.trees
+        for tree, depth in zip(trees, depths, strict=True):
+            tree.tips = tree.tips if depth else []
         logits = self.drafter.next_logits(self.tokens[self.active], first, 1)
-        cache, known = self.drafter.cache, self.drafter.known()[:, None]
+        cache = self.drafter.cache
         assert cache is not None
-        score = torch.zeros_like(last, dtype=torch.float32)
-        steps = int(sampler.max_lookahead or 0)
-        width = min(sampler.width, self.student.config.vocab_size)
-        everyone = torch.arange(len(last), device=last.device)[:, None]
-        behind = everyone.new_zeros(len(last), 1, 1 + steps * width, dtype=torch.bool)
-        behind[..., 0] = True
-        tokens, scores, pasts, used = [last], list[Tensor](), [behind], 1
-        numbers = torch.arange(width, device=last.device)
-        ahead = torch.arange(steps, device=last.device)
-        places = (first[:, None] - 1 + ahead).clamp_max(self.tokens.shape[1] - 1)
-        for distance in range(steps):
+        width, known = min(sampler.width, logits.shape[-1]), cache.get_seq_length()
+        rows, column = torch.arange(len(trees), device=first.device), first - self.origin
+        floor, slots = sampler.floor, [{0: 0} for _ in trees]
+        for distance in range(max(depths)):
             if distance:
-                seen = torch.cat((known.expand(-1, width, -1), pasts[-1][..., 1:used]), dim=-1)
-                at = places[:, distance, None].expand(-1, width)
-                logits = model.head(model.run(model.embed(tokens[-1]), at, seen, cache))
+                logits = self.step(slots, first + (distance - 1), known)
             race = self.kept(logits)
             if sampler.draft == "gumbel":
-                column = (first - self.origin + distance)[:, None]
-                race = race + self.xi[everyone, column].float()
-            best, ids = (race / sampler.tau).log_softmax(dim=-1).topk(width)
-            score, at = (score[..., None] + best).flatten(1).topk(width)
-            parent = (at // width)[..., None]
-            tokens.append(ids.flatten(1).gather(1, at))
-            scores.append(score)
-            behind = pasts[-1].gather(1, parent.expand(-1, -1, behind.shape[-1]))
-            behind[:, numbers, used + numbers] = True
-            pasts.append(behind)
-            used += width
-            if sampler.min_reach:  # what a row drops here depends on no other row
-                reach = score.exp().sum(dim=1, keepdim=True)
-                score = score.masked_fill(reach < sampler.min_reach, -torch.inf)
-                if bool((score[:, 0] == -torch.inf).all()):
-                    break
-            if sampler.tree < used and distance + 1 < steps:
-                least = torch.cat(scores, dim=1).topk(sampler.tree).values[:, -1]
-                if bool((least >= score[:, 0]).all()):
-                    break
-        cache.crop(known.shape[-1] - cache.get_seq_length())
-        # A parent is at least as probable as its children and stands before them.
-        every, order = torch.cat(scores, dim=1).sort(dim=1, descending=True, stable=True)
-        is_worth_it = every[:, : sampler.tree].exp() >= sampler.min_reach / sampler.tree
-        size = int(is_worth_it.sum(dim=1).max()) if sampler.min_reach else sampler.tree
-        kept, found = order[:, :size].sort(dim=1)
-        kept, is_draft = pad(kept + 1, (1, 0)), is_worth_it.gather(1, found)
-        square = torch.cat(pasts, dim=1).gather(1, kept[..., None].expand(-1, -1, behind.shape[-1]))
-        square = square.gather(2, kept[:, None].expand(-1, kept.shape[1], -1))
-        if sampler.min_reach:  # the other rows' drafts are behind nothing
-            square &= pad(is_draft, (1, 0), value=True)[..., None]
-        return Tree(torch.cat(tokens, dim=1).gather(1, kept), square)
+                race = race + self.xi[rows, column + distance][:, None].float()
+            found = (race / sampler.tau).log_softmax(dim=-1).topk(width)
+            for tree, scores, tokens, depth in zip(trees, found[0].tolist(), found[1].tolist(), depths, strict=True):
+                tree.grow(scores, tokens, width)
+                is_open = sum(exp(tree.scores[tip]) for tip in tree.tips) >= sampler.min_reach
+                tree.stop(sampler.tree, floor if is_open and distance + 1 < depth else inf)
+            if not any(tree.tips for tree in trees):
+                break
+        cache.crop(known - cache.get_seq_length())
+        return [tree.cut(sampler.tree, floor) for tree in trees]
 
-    def accept(self, logits: Float[Tensor, "m n1 v"], part: Pass) -> tuple[Places, Tensor]:
-        """The backbone's own draws along the tree, up to and with the first that leaves it."""
-        first, tree = self.first[self.active], self.tree
-        everyone = torch.arange(len(first), device=first.device)
+    def count(self, first: Int[Tensor, "m"], depths: list[int]) -> list[Tree]:
+        """The ``tree`` most probable drafts of each row by counts; arguments as of :meth:`grow`."""
+        sampler, trees = self.sampler, []
+        assert self.ngrams is not None
+        for row, (tree, depth) in enumerate(zip(self.trees, depths, strict=True)):
+            noise = np.zeros((depth, 1), np.float32)
+            if sampler.draft == "gumbel":
+                column = int(first[row] - self.origin[row])
+                noise = self.xi[row, column : column + depth].float().cpu().numpy() / sampler.tau
+            known = self.tokens[self.active[row], max(0, int(first[row]) - ORDER) : first[row]].tolist()
+            limits = sampler.tree, sampler.width, sampler.floor
+            trees.append(self.ngrams.grow(tree, known, noise, sampler.tau, *limits))
+        return trees
 
-        def draw(numbers: Tensor, depth: int) -> Tensor:
-            own = self.kept(logits[everyone, numbers][:, None])[:, 0].double()
-            return (own + self.xi[everyone, first - self.origin + depth]).argmax(dim=-1)
+    def step(self, slots: list[dict[int, int]], places: Int[Tensor, "m"], known: int) -> Float[Tensor, "m tips v"]:
+        """The drafter's logits behind the trees' tips.
 
-        path, own, counts = tree.walk(draw, self.stops - first)
+        Args:
+            slots: Where behind the known tokens the drafter's cache has each number that it has
+                read; those of the tips are added.
+            places: [m] the tips' positions.
+            known: Slots of known tokens.
+        """
+        cache, model, tokens, behind = self.drafter.cache, self.model, [], []
+        count, read = max(len(tree.tips) for tree in self.trees), cache.get_seq_length() - known
+        for tree, slot in zip(self.trees, slots, strict=True):
+            slot |= {tip: read + number for number, tip in enumerate(tree.tips)}
+            missing = count - len(tree.tips)
+            tokens.append([tree.tokens[tip] for tip in tree.tips] + [0] * missing)
+            lines = ([slot[number] for number in tree.lines[tip][1:]] for tip in tree.tips)
+            behind.append(flags(lines, read + count) + [[False] * (read + count)] * missing)
+        seen = self.drafter.known()[:, None].expand(-1, count, -1)
+        seen = torch.cat((seen, torch.tensor(behind, device=places.device)), dim=-1)
+        rows = model.embed(torch.tensor(tokens, device=places.device))
+        return model.head(model.run(rows, places[:, None].expand(-1, count), seen, cache))
+
+    def accept(self, states: Float[Tensor, "m n1 d"], part: Pass) -> tuple[Places, Tensor]:
+        """The backbone's own draws along the trees, up to and with the first that leaves each."""
+        first = part.places.positions
+        column, device = first - self.origin, first.device
+        paths, own, going = [[0] for _ in self.trees], [list[int]() for _ in self.trees], [*range(len(self.trees))]
+        while going:
+            rows, ends = (torch.tensor(x, device=device) for x in (going, [paths[row][-1] for row in going]))
+            depth = len(own[going[0]])
+            with torch.autocast(device.type, enabled=False):
+                logits = self.student.language_model.logits(states[rows, ends]).float()
+            race = self.kept(logits).double() + self.xi[rows, column[rows] + depth]
+            left = []
+            for row, token in zip(going, race.argmax(dim=-1).tolist(), strict=True):
+                own[row].append(token)
+                number = self.trees[row].numbers.get((paths[row][-1], token))
+                if number is not None:
+                    paths[row].append(number)
+                    left.append(row)
+            going = left
         if self.reader.num_read:
-            self.reader.follow(path, counts)
-        self.ready -= path.shape[1]
-        deepest = torch.minimum(tree.depths.amax(dim=1), self.stops - first)
+            self.reader.follow(paths)
+        counts = torch.tensor([*map(len, own)], device=device)
+        self.ready -= max(map(len, own))
+        deepest = torch.tensor([tree.depth for tree in self.trees], device=device)
         self.rounds.append((self.active, deepest, counts))
         self.first[self.active] += counts
-        taken = torch.arange(path.shape[1], device=first.device) < counts[:, None]
-        row, column = taken.nonzero(as_tuple=True)
-        return Places(self.active[row], first[row] + column), own[taken]
+        row = torch.arange(len(own), device=device).repeat_interleave(counts)
+        column = [column for tokens in own for column in range(len(tokens))]
+        places = Places(self.active[row], first[row] + torch.tensor(column, device=device))
+        return places, torch.tensor([token for tokens in own for token in tokens], device=device)
 
     def finish(self) -> None:
         """See :class:`VerifiedRows`; a draft that is reached and agrees is accepted."""
@@ -477,6 +421,8 @@ class DrafterSampler(VerifiedSampler):
         width: Paths that the search follows; 1 is a chain.
         min_reach: The drafter takes another step where one of these paths is right with at least
             this probability, and a draft is read where it is with a ``tree``-th of it; 0 always.
+        ngrams: Folder of a store, best of rows that the backbone wrote: the drafts come from counts
+            of its rows and the drafter takes no step. That is faster beside a small backbone.
 
     Further settings as in :class:`VerifiedSampler`; ``draft`` left to itself is ``gumbel``, the
     tree that the noise makes most probable; ``greedy`` looks at the drafter's logits alone. Of a
@@ -487,6 +433,7 @@ class DrafterSampler(VerifiedSampler):
     tree: int = 16
     width: int = 6
     min_reach: float = setting(0.0, within="[0, 1]")
+    ngrams: str = ""
 
     label: ClassVar[str] = "drafter"
 
@@ -495,6 +442,11 @@ class DrafterSampler(VerifiedSampler):
         for name in ("tree", "width"):
             if (got := getattr(self, name)) < 1:
                 raise UsageError("a count below 1", where=name, got=got)
+
+    @property
+    def floor(self) -> float:
+        """Log-probability that a draft must exceed."""
+        return log(self.min_reach / self.tree) if self.min_reach else -inf
 
     def load(self, student: Student) -> Verifier:
         """See :class:`VerifiedSampler`."""
@@ -507,6 +459,8 @@ class DrafterSampler(VerifiedSampler):
         the masks of trees know no window.
         """
         super().check(student, tokens)
+        if self.ngrams:
+            ngrams_of(self.ngrams, student.config.vocab_size)
         config = student.language_model.files.text_config  # type: ignore[union-attr]
         window = attention_window(config)
         if window is not None and window < tokens.shape[1]:

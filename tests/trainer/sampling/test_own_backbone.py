@@ -22,8 +22,9 @@ from tests.trainer.students.test_drafter import tiny_drafter
 from trainer.sampling import own_backbone
 from trainer.sampling.fill import StopRule
 from trainer.sampling.noise import TokenRule, sampling_noise
-from trainer.sampling.own_backbone import DraftModel, MedusaSampler, Tree, TreeReader, is_typical
+from trainer.sampling.own_backbone import DraftModel, MedusaSampler, is_typical
 from trainer.sampling.registry import make_sampler
+from trainer.sampling.trees import Tree, TreeReader
 from trainer.sampling.verifier import CausalReader
 from trainer.students.drafter import Drafter
 from trainer.students.registry import Medusa
@@ -146,13 +147,13 @@ def test_steps_and_drafts_are_taken_where_they_are_probable(tmp_path: Path, monk
     """From all of them to one; two of twelve tokens never hold all of the probability."""
     student, _ = tiny_drafter(tmp_path, model__backbone__num_proposed=4)
     tokens, steps, passes, sizes, read = prompts(student, LENGTH, 1), [], [], [], []
-    read_tree = TreeReader.read_tree
+    read_trees = TreeReader.read_trees
 
-    def spy(self: TreeReader, tree: Tree, *others: Any) -> Tensor:
-        read.append(tree.tokens.shape[1] - 1)
-        return read_tree(self, tree, *others)
+    def spy(self: TreeReader, trees: list[Tree], first: Tensor) -> Tensor:
+        read.append(max(len(tree.tokens) for tree in trees) - 1)
+        return read_trees(self, trees, first)
 
-    monkeypatch.setattr(TreeReader, "read_tree", spy)
+    monkeypatch.setattr(TreeReader, "read_trees", spy)
     for reach in (0.0, 0.01, 0.4, 0.7, 1.0):
         sampler = make_sampler("drafter", tree=8, width=2, min_reach=reach)
         read.clear()
@@ -279,18 +280,21 @@ def test_the_cache_keeps_the_path_and_nothing_else(tmp_path: Path) -> None:
     reader = TreeReader(plain, VOCAB, 3, "cpu")
     reader.next_logits(rows, first, 1)
     first = first + 1
-    # 0 - 1 - 2, 0 - 3 - 4: the second branch of each row is the right one.
-    behind = torch.eye(5, dtype=torch.bool)
-    behind[:, 0] = behind[2, 1] = behind[4, 3] = True
-    path = torch.tensor([[0, 3, 4]]).expand(3, -1)
+    # 0 - 1 - 2, 0 - 3 - 4: the second branch of each row is the right one; one tree is larger.
     for counts in ([1, 3, 2], [3, 1, 2], [2, 2, 3]):
-        own = rows.gather(1, first[:, None] - 1 + torch.arange(3))
-        tokens = torch.cat((own[:, :1], (own[:, 1:] + 1) % VOCAB, own[:, 1:]), dim=1)
-        logits = reader.read_tree(Tree(tokens, behind.expand(3, -1, -1)), first, 30)
+        trees = []
+        for row, place in zip(rows.tolist(), first.tolist(), strict=True):
+            tree = Tree(row[place - 1])
+            for right in (False, True):
+                for parent, token in ((0, row[place]), (len(tree.tokens), row[place + 1])):
+                    tree.add(token if right else (token + 1) % VOCAB, parent)
+            trees.append(tree)
+        trees[1].add(3, 0)
+        logits = plain.get_output_embeddings()(reader.read_trees(trees, first))[..., :VOCAB]
         for row, stop in enumerate(first.tolist()):
             alone = plain(rows[row : row + 1, : stop + 2]).logits[0, -3:, :VOCAB]
             assert torch.allclose(logits[row, [0, 3, 4]], alone, atol=1e-4)
-        reader.follow(path, torch.tensor(counts))
+        reader.follow([[0, 3, 4][:count] for count in counts])
         first = first + torch.tensor(counts)
         assert torch.equal(reader.lengths, first - 1)
 
@@ -307,18 +311,23 @@ def test_a_drafter_reads_growing_rows_as_whole_ones(tmp_path: Path) -> None:
             assert torch.allclose(found[row], alone, atol=1e-4)
 
 
-def test_a_tree_is_walked_along_the_own_tokens() -> None:
-    """0 - 1 - 3 and 0 - 2 - 4 - 5; a limit ends the way, and so does the first other token."""
-    behind = torch.eye(6, dtype=torch.bool)
-    behind[:, 0] = behind[3, 1] = behind[4:, 2] = behind[5, 4] = True
-    tree = Tree(torch.tensor([[9, 3, 4, 4, 3, 7]]).expand(4, -1), behind.expand(4, -1, -1))
-    own = torch.tensor([[4, 4, 3, 0, 7, 0], [4, 4, 3, 0, 7, 0], [3, 4, 3, 0, 7, 0], [5] * 6])
-    everyone = torch.arange(4)
-    path, drawn, counts = tree.walk(lambda at, depth: own[everyone, at], torch.tensor([3, 1, 3, 3]))
-    assert torch.equal(drawn, own.gather(1, path))
-    assert counts.tolist() == [4, 2, 3, 1]
-    kept = [way[:count] for way, count in zip(path.tolist(), counts.tolist(), strict=True)]
-    assert kept == [[0, 2, 4, 5], [0, 2], [0, 1, 3], [0]]
+def test_a_tree_holds_its_most_probable_drafts() -> None:
+    """Two paths: half of 5 behind a sure 4 before the 6 beside it; what nothing can follow is left."""
+    tree = Tree(9)
+    tree.grow([[math.log(0.7), math.log(0.2), math.log(0.1)]], [[4, 6, 7]], 2)
+    assert (tree.tokens, tree.tips) == ([9, 4, 6], [1, 2])
+    tree.stop(2, -math.inf)
+    assert tree.tips == [1], "what follows the second of two is not among them"
+    tree.stop(9, math.log(0.7))
+    assert not tree.tips
+    tree.tips = [1, 2]
+    tree.grow([[math.log(0.5), math.log(0.1)], [math.log(0.9), math.log(0.1)]], [[5, 8], [4, 5]], 2)
+    assert tree.tokens == [9, 4, 6, 5, 4] and tree.depth == 2
+    best = tree.cut(3, -math.inf)
+    assert (best.tokens, best.lines) == ([9, 4, 6, 5], [[0], [0, 1], [0, 2], [0, 1, 3]])
+    assert best.numbers == {(0, 4): 1, (0, 6): 2, (1, 5): 3}
+    assert tree.cut(9, math.log(0.3)).tokens == [9, 4, 5]
+    assert tree.cut(1, -math.inf).tokens == [9, 4]
 
 
 @pytest.mark.parametrize(
