@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import time
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 import typer
@@ -31,6 +31,13 @@ SIDES = {
     "tree of 16, steps while probable": PROBABLE,
     "tree of 16, steps while probable, blind": {"draft": "greedy", **PROBABLE},
 }
+COUNTED = {
+    "counts, tree of 4": {"tree": 4, "min_reach": 0.25},
+    "counts, tree of 8": {"tree": 8, "min_reach": 0.5},
+    "counts, tree of 16": {"tree": 16, "min_reach": 0.5},
+    "counts, tree of 8, blind": {"tree": 8, "min_reach": 0.5, "draft": "greedy"},
+}
+"""Sides whose drafts come from counts of a store's rows."""
 
 
 def main(
@@ -40,6 +47,7 @@ def main(
     rows: Annotated[int, typer.Option(help="Prompts, of 16 tokens each.")] = 8,
     length: Annotated[int, typer.Option(help="Tokens of a finished row.")] = 80,
     seed: Annotated[int, typer.Option(help="Names the noise.")] = 0,
+    ngrams: Annotated[str, typer.Option(help="A store of rows that the backbone wrote.")] = "",
     engine: Annotated[Path | None, typer.Option(help="An environment with vLLM.")] = None,
     target: Annotated[str, typer.Option(help="What it serves: the drafter's backbone.")] = "",
 ) -> None:
@@ -49,12 +57,14 @@ def main(
     prompts = story_prompts(model, [text], rows, 16)
     tokens = torch.full((rows, length), student.mask_id)
     tokens[:, :16] = prompts
-    found = {name: {"seconds": 0.0, "passes": 0} for name in SIDES}
+    counted = {name: {"ngrams": ngrams, **settings} for name, settings in COUNTED.items()}
+    sides: dict[str, dict[str, Any]] = SIDES | (counted if ngrams else {})
+    found = {name: {"seconds": 0.0, "passes": 0} for name in sides}
     if engine:
         vllm, found["vLLM, plain"] = Engine(engine, target, False), dict(found["plain"])
     for row in range(-1, rows):  # the first turn warms up
         written = []
-        for name, settings in SIDES.items():
+        for name, settings in sides.items():
             ids, begin = torch.tensor([row]).abs(), time.thread_time()
             sampler = make_sampler("drafter", **settings)
             result = sampler.sample(student, tokens[ids], ids, None, seed)
@@ -75,7 +85,8 @@ def main(
         side["tokens_per_second"] = count / side["seconds"]
         side["tokens_per_pass"] = count / side["passes"]
         side["speed_up"] = found["plain"]["seconds"] / side["seconds"]
-    run = {"rows": rows, "length": length, "seed": seed, "settings": SIDES}
+    settings = SIDES | (COUNTED if ngrams else {})
+    run = {"rows": rows, "length": length, "seed": seed, "settings": settings}
     write_json_atomic(out, {"machine": machine(torch.device("cpu")), **run, "sides": found})
     print(json.dumps(found, indent=1))
 

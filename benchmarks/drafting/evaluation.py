@@ -15,6 +15,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from math import inf
 
 import numpy as np
 import torch
@@ -24,6 +25,8 @@ from torch.nn.functional import pad
 
 from benchmarks.drafting.drafters import Drafter, Prefix
 from benchmarks.drafting.target import Cache, Target, at_quantile, own_text, row_noise, uniform
+from trainer.sampling.ngrams import ORDER, NGrams
+from trainer.sampling.trees import Tree
 
 
 @dataclass(frozen=True)
@@ -61,7 +64,15 @@ def proposer(drafter: Drafter) -> Propose:
     return propose
 
 
-def tree_proposer(drafter: Drafter, nodes: int, width: int, *, blind: bool = False) -> Propose:
+def tree_proposer(
+    drafter: Drafter,
+    nodes: int,
+    width: int,
+    *,
+    blind: bool = False,
+    reach: float = 0.0,
+    steps_taken: list[int] | None = None,
+) -> Propose:
     """A tree of the ``nodes`` drafts that the noise makes most probable, for the coupled rule.
 
     With the noise known, softmax(l + xi) says how probable it is that each token wins the race of
@@ -69,7 +80,9 @@ def tree_proposer(drafter: Drafter, nodes: int, width: int, *, blind: bool = Fal
     tree is grown slot by slot, the ``width`` most probable paths at each (EAGLE-2's search).
     Of a drafter that does not step, a slot's logits are the same behind every path. Not for one
     that reads uniforms.
-    ``blind``: the tree is chosen without a look at the noise, by softmax(l).
+    ``blind``: the tree is chosen without a look at the noise, by softmax(l). ``reach``: a text takes
+    another step only where one of its paths is right with this probability; how many each draft took
+    goes to ``steps_taken``.
     """
     steps = drafter.form.kind in ("steps", "small")
 
@@ -78,7 +91,7 @@ def tree_proposer(drafter: Drafter, nodes: int, width: int, *, blind: bool = Fal
         tokens, scores = [], []
         # Who is behind whom among all tokens so far, and the scores of the last ones' paths.
         grown, behind, last = None, torch.ones(b, 1, 1, dtype=torch.bool), prefix.tokens
-        pasts, score = [behind], torch.zeros(b, 1)
+        pasts, score, taken = [behind], torch.zeros(b, 1), torch.zeros(b, dtype=torch.long)
         at_once = None if steps else drafter(prefix, noise[:, None])
         for slot in range(drafter.slots):
             if at_once is None:
@@ -89,12 +102,16 @@ def tree_proposer(drafter: Drafter, nodes: int, width: int, *, blind: bool = Fal
             race = (logits.float() + noise[:, slot, None] * (not blind)).log_softmax(-1)
             best, ids = race.topk(width)
             score, at = (score[..., None] + best).flatten(1).topk(width)
+            taken += score[:, 0] > -torch.inf
             parent = at // width
             last = drafter.ids[ids.flatten(1).gather(1, at)]
             grown = None if grown is None else grown.of(parent)
             past = behind.gather(1, parent[..., None].expand(-1, -1, behind.shape[-1]))
             behind = torch.cat([past, torch.eye(width, dtype=torch.bool).expand(b, -1, -1)], -1)
             tokens.append(last), scores.append(score), pasts.append(behind)
+            score = score.masked_fill(score.exp().sum(1, keepdim=True) < reach, -torch.inf)
+        if steps_taken is not None:
+            steps_taken.extend(taken.tolist())
         # A parent is at least as probable as its children and stands before them: stable sorting
         # keeps it.
         order = torch.cat(scores, 1).argsort(dim=1, descending=True, stable=True)
@@ -150,6 +167,24 @@ def sampled_tree_proposer(drafter: Drafter, nodes: int, ranks: Sequence[Sequence
         total = behind.shape[-1]
         whole = torch.cat([pad(past, (0, total - past.shape[-1])) for past in pasts], 1)
         return Drafts(torch.cat(tokens, 1), torch.cat(logits, 1), drafter.ids, whole)
+
+    return propose
+
+
+def ngram_tree_proposer(model: NGrams, slots: int, nodes: int, *, blind: bool = False) -> Propose:
+    """A tree of the ``nodes`` drafts that are most probable by counts, and by the noise."""
+
+    def propose(prefix: Prefix, xi: Tensor, text: Tensor) -> Drafts:
+        weights = torch.ones(len(xi), slots, 1) if blind else xi[:, :slots].exp()
+        tokens, behind = torch.zeros(len(xi), nodes, dtype=torch.long), torch.eye(nodes + 1, dtype=torch.bool)
+        behind = behind.repeat(len(xi), 1, 1)
+        for row, end in enumerate(prefix.positions[:, 0].tolist()):
+            known = text[row, max(0, end + 1 - ORDER) : end + 1].tolist()
+            tree = model.grow(Tree(known[-1]), known, weights[row].numpy(), 1.0, nodes, 8, -inf)
+            tokens[row, : len(tree.tokens) - 1] = torch.tensor(tree.tokens[1:])
+            for number, line in enumerate(tree.lines):
+                behind[row, number, line] = True
+        return Drafts(tokens, behind=behind)
 
     return propose
 

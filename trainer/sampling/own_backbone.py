@@ -359,6 +359,7 @@ class TreeRows(VerifiedRows):
             known: Slots of known tokens.
         """
         cache, model, tokens, behind = self.drafter.cache, self.model, [], []
+        assert cache is not None
         count, read = max(len(tree.tips) for tree in self.trees), cache.get_seq_length() - known
         for tree, slot in zip(self.trees, slots, strict=True):
             slot |= {tip: read + number for number, tip in enumerate(tree.tips)}

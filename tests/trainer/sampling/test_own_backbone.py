@@ -290,7 +290,7 @@ def test_the_cache_keeps_the_path_and_nothing_else(tmp_path: Path) -> None:
                     tree.add(token if right else (token + 1) % VOCAB, parent)
             trees.append(tree)
         trees[1].add(3, 0)
-        logits = plain.get_output_embeddings()(reader.read_trees(trees, first))[..., :VOCAB]
+        logits = plain.lm_head(reader.read_trees(trees, first))[..., :VOCAB]
         for row, stop in enumerate(first.tolist()):
             alone = plain(rows[row : row + 1, : stop + 2]).logits[0, -3:, :VOCAB]
             assert torch.allclose(logits[row, [0, 3, 4]], alone, atol=1e-4)
