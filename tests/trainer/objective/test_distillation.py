@@ -45,7 +45,7 @@ def listed(log_probs: torch.Tensor, num_entries: int, unigram: torch.Tensor) -> 
     used[:, -1] = False
     known = torch.where(used, unigram[ids], 0.0).sum(1)
     rest = 1 - torch.where(used, values, 0.0).sum(1)
-    return HeadAndTail(Entries(ids, values, used), rest / (1 - known), unigram)
+    return HeadAndTail(Entries(ids, values, used, VOCAB), rest / (1 - known), unigram)
 
 
 UNIFORM = torch.full((VOCAB,), 1 / VOCAB)
@@ -58,7 +58,7 @@ def losses_of(teacher: Any, student: torch.Tensor, **settings: float) -> torch.T
 
 def test_kl_of_a_listed_token_and_the_rest_by_hand() -> None:
     """Teacher: p = 1/2 for id 0, the other half is the rest. Student: 1/4, and 3/4 elsewhere."""
-    head = Entries(torch.tensor([[0]]), torch.tensor([[0.5]]), torch.tensor([[True]]))
+    head = Entries(torch.tensor([[0]]), torch.tensor([[0.5]]), torch.tensor([[True]]), 3)
     teacher = HeadAndTail(head, torch.tensor([0.5 / (2 / 3)]), torch.full((3,), 1 / 3))
     student = torch.tensor([[0.25, 0.6, 0.15, 1e-30]]).log()
     expected = 0.5 * math.log(0.5 / 0.25) + 0.5 * math.log(0.5 / 0.75)
@@ -90,7 +90,7 @@ def test_nothing_is_lost_where_the_rest_is_one_token_or_none() -> None:
     teacher, student = dense(), student_log_probs()
     whole = losses_of(DenseProbabilities(teacher), student)
     used = torch.ones_like(teacher, dtype=torch.bool)
-    entries = Entries(torch.arange(VOCAB).expand(40, -1), teacher.exp(), used)
+    entries = Entries(torch.arange(VOCAB).expand(40, -1), teacher.exp(), used, VOCAB)
     every = HeadAndTail(entries, torch.full((40,), 1e7), UNIFORM)
     for part in (listed(teacher, VOCAB - 1, UNIFORM), every):
         torch.testing.assert_close(losses_of(part, student), whole, rtol=1e-4, atol=1e-6)
