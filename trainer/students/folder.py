@@ -250,8 +250,9 @@ def _read_record(directory: Path) -> dict[str, Any]:
         return {}
     try:
         record = json.loads(file.read_text(encoding="utf-8"))
-        if isinstance(record.get("run", {}).get("store", {}), Mapping):
-            return record
-    except (ValueError, AttributeError):
-        pass
-    raise GdistillError("damaged record", where=file, expected="a JSON object with run.store")
+        is_whole = isinstance(record.get("run", {}).get("store", {}), Mapping)
+    except (ValueError, AttributeError):  # no JSON; a list or a text where an object stands
+        is_whole = False
+    if not is_whole:
+        raise GdistillError("damaged record", where=file, expected="a JSON object with run.store")
+    return record
