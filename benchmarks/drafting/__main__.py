@@ -22,11 +22,13 @@ from torch import Tensor
 
 from benchmarks.drafting.drafters import Drafter, Form
 from benchmarks.drafting.evaluation import (
+    Counts,
     Decoded,
     Propose,
     agreement,
     decode,
     ngram_proposer,
+    ngram_tree_proposer,
     pooled,
     proposer,
     sampled_tree_proposer,
@@ -37,6 +39,8 @@ from benchmarks.drafting.evaluation import (
 from benchmarks.drafting.target import Target, story_prompts, target_text
 from benchmarks.drafting.training import Training, draft_vocabulary, train
 from benchmarks.measure import machine
+from shards.store.store import ShardStore
+from trainer.sampling.ngrams import NGrams
 
 BATCH = 125
 """Prompts decoded at once; the noise of each is its own, so that this changes nothing."""
@@ -47,11 +51,13 @@ class Point:
     """A line of the table: a drafter, a rule, and how it drafts.
 
     Args:
-        drafter: A trained drafter, or ``n-gram``.
+        drafter: A trained drafter, ``n-gram``, or a name of the settings' ``counts``.
         tree: Drafts of a tree and paths that its search follows; a chain without.
         blind: The tree is chosen without a look at the noise.
         ranks: Of a tree of draws, for the standard rule: how often the r-th draw is kept, a list
             for each slot; the last is that of all slots behind it.
+        reach: Of a tree: another step only where a path is right with this probability.
+        slots: Of a block, where it is not that of the trainings.
     """
 
     drafter: str
@@ -59,6 +65,8 @@ class Point:
     tree: tuple[int, int] | None = None
     blind: bool = False
     ranks: tuple[tuple[float, ...], ...] = ()
+    reach: float = 0.0
+    slots: int = 0
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "ranks", tuple(map(tuple, self.ranks)))
@@ -67,13 +75,15 @@ class Point:
     @property
     def work(self) -> str:
         """What it computes; points that differ in their rule take the same time."""
-        return f"{self.drafter} {self.tree} {self.ranks}"
+        return f"{self.drafter} {self.tree} {self.ranks} {self.reach}"
 
     @property
     def name(self) -> str:
         """What the table calls it."""
         extra = [f"tree of {self.tree[0]}"] if self.tree else []
+        extra += [f"{self.slots} slots"] if self.slots else []
         extra += ["blind"] if self.blind else []
+        extra += [f"steps at {self.reach}"] if self.reach else []
         return ", ".join([self.drafter, self.rule, *extra])
 
 
@@ -94,6 +104,13 @@ class Bench:
         self.sizes = sorted({*range(1, min(slots, 4) + 1), *range(6, slots + 1, 2), slots})
         """Slots of a block that are tried for the best speed-up."""
         self.points = [Point(**entry) for entry in settings["point"]]
+        self.counts = {}
+        for name, store in settings.get("counts", {}).items():
+            rows = self.tokens.numpy()
+            if store:
+                split = ShardStore.find(store).split("train", ["tokens"])
+                rows = split.read_rows(0, split.num_rows)["tokens"]
+            self.counts[name] = NGrams(rows, self.target.vocab_size)
 
     def prompts(self, part: dict[str, Any], count: int) -> Int[Tensor, "n p"]:
         """The first tokens of a part's stories."""
@@ -119,18 +136,22 @@ class Bench:
     @cache  # noqa: B019  (there is one bench in a process)
     def proposer(self, point: Point, seed: int, slots: int) -> Propose:
         """What drafts at a point."""
-        if point.drafter not in self.forms:
+        if point.drafter == "n-gram":
             return ngram_proposer(self.tokens, slots)
-        drafter = self.drafter(point.drafter, seed, slots)
+        model = self.counts.get(point.drafter)
+        drafter = Counts(model, slots) if model else self.drafter(point.drafter, seed, slots)
         if point.tree and point.ranks:
             return sampled_tree_proposer(drafter, point.tree[0], point.ranks)
+        if isinstance(drafter, Counts):
+            assert point.tree, "counts draft trees"
+            return ngram_tree_proposer(drafter.model, slots, point.tree[0], blind=point.blind)
         if point.tree:
-            return tree_proposer(drafter, *point.tree, blind=point.blind)
+            return tree_proposer(drafter, *point.tree, blind=point.blind, reach=point.reach)
         return proposer(drafter)
 
     def decoded(self, point: Point) -> list[Decoded]:
         """The decodes of every seed; kept in the folder."""
-        part, slots, parts = self.settings["evaluation"], self.training.slots, []
+        part, slots, parts = self.settings["evaluation"], point.slots or self.training.slots, []
         prompts = self.prompts(part, part["prompts"])
         for seed in self.seeds(point.drafter):
             file = self.folder / "decoded" / f"{point.name}-{seed}.pt".replace(" ", "-")
@@ -150,7 +171,7 @@ class Bench:
 
     def times(self) -> dict[str, dict[str, float]]:
         """Least seconds by batch; the target's passes and all drafts in turns."""
-        path, slots = self.folder / "times.json", self.training.slots
+        path = self.folder / "times.json"
         if path.exists():
             return json.loads(path.read_text())
         trees = {point.tree[0] + 1 for point in self.points if point.tree}
@@ -158,7 +179,7 @@ class Bench:
         work: dict[str, tuple[Propose | None, int]] = {f"target {n}": (None, n) for n in sizes}
         for point in self.points:
             seed = self.seeds(point.drafter)[0]
-            for size in [slots] if point.tree else self.sizes:
+            for size in [point.slots or self.training.slots] if point.tree else self.sizes:
                 work[f"{point.work} {size}"] = (self.proposer(point, seed, size), size)
         repeats, prompt = self.settings["evaluation"]["repeats"], self.tokens[0, :64]
         found = {str(b): seconds(self.target, work, prompt, b, repeats) for b in (1, 16)}
@@ -167,26 +188,28 @@ class Bench:
 
     def line(self, point: Point, times: dict[str, dict[str, float]]) -> dict[str, Any]:
         """One line of the table; each speed-up at the block size that is best for it."""
-        parts, slots = self.decoded(point), self.training.slots
+        parts, slots = self.decoded(point), point.slots or self.training.slots
         per_pass = 1 + torch.stack([p.kept / p.reached[0] for p in parts]).mean(0).cumsum(0)
         reached, kept = (sum(getattr(p, name) for p in parts) for name in ("reached", "kept"))
+        passes = sum(int(p.passes.sum()) for p in parts)
         line: dict[str, Any] = {"name": point.name, "seeds": len(parts)}
         line["tokens_per_pass"] = tokens_per_pass(parts)
         shares = zip(kept.tolist(), reached.tolist(), strict=True)
+        share = line["share_of_steps"] = float(sum(p.steps.sum() for p in parts) / passes / slots)
         line["kept_by_slot"] = [round(n / of, 3) if of else None for n, of in shares]
         if point.drafter in self.forms:
             drafter = self.drafter(point.drafter, self.seeds(point.drafter)[0], slots)
-            paths = point.tree[1] if point.tree and drafter.form.kind in ("steps", "small") else 1
-            flops = drafter.flops(48) * paths
+            paths = point.tree[1] if point.tree and drafter.steps else 1
+            flops = drafter.flops(48) * paths * share
             line["draft_flops"] = flops / self.target.flops(1, 48)
             line["weights"] = sum(w.numel() for w in drafter.parameters() if w.requires_grad)
         for batch, found in times.items():
             plain = found["target 1"]
-            line[f"draft_time_batch{batch}"] = found[f"{point.work} {slots}"] / plain
+            line[f"draft_time_batch{batch}"] = share * found[f"{point.work} {slots}"] / plain
             for scale in (1, 10, 100):
                 ups = []
                 for size in [slots] if point.tree else self.sizes:
-                    draft = found[f"{point.work} {size}"] / plain / scale
+                    draft = share * found[f"{point.work} {size}"] / plain / scale
                     # A large target is bound by its weights and reads a block as fast as a token.
                     rows = 1 + (point.tree[0] if point.tree else size)
                     verify = found[f"target {rows}"] / plain if scale == 1 else 1.0
@@ -196,7 +219,7 @@ class Bench:
 
 
 def write(results: Path, lines: list[dict[str, Any]], report: dict[str, Any]) -> None:
-    """All figures as JSON, the table as Markdown, and the plot."""
+    """All figures as JSON, the table as Markdown, and the plot, with lines of other runs ``beside`` it."""
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
@@ -213,7 +236,12 @@ def write(results: Path, lines: list[dict[str, Any]], report: dict[str, Any]) ->
         for key in ("batch1_x1", "batch16_x1", "batch1_x10", "batch1_x100"):
             cells.append("{:.2f} (k {})".format(*line[f"speed_up_{key}"]))
         table.append("| " + " | ".join(cells) + " |")
-    ordered = sorted(lines, key=lambda line: line["tokens_per_pass"][0], reverse=True)
+    known = {line["name"] for line in lines}
+    others = [
+        line for path in report["settings"].get("beside", []) for line in json.loads(Path(path).read_text())["lines"]
+    ]
+    plotted = lines + [line for line in others if line["name"] not in known]
+    ordered = sorted(plotted, key=lambda line: line["tokens_per_pass"][0], reverse=True)
     for number, line in enumerate(ordered, 1):
         (mean, low, high), at = line["tokens_per_pass"], line["draft_time_batch1"]
         label, error = f"{number}  {line['name']}", [[mean - low], [high - mean]]

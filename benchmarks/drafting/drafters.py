@@ -126,6 +126,7 @@ class Drafter(nn.Module):
     ) -> None:
         super().__init__()
         self.form, self.shape, self.slots = form, target.shape, slots
+        self.steps = form.kind in ("steps", "small")
         width, embedding = target.shape.width, target.embedding.detach()
         self.register_buffer("embedding", embedding, persistent=False)
         self.register_buffer("head", embedding[ids].contiguous(), persistent=False)

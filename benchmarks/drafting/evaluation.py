@@ -13,7 +13,7 @@ from __future__ import annotations
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from math import inf
 
@@ -23,7 +23,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.nn.functional import pad
 
-from benchmarks.drafting.drafters import Drafter, Prefix
+from benchmarks.drafting.drafters import Drafter, Grown, Prefix
 from benchmarks.drafting.target import Cache, Target, at_quantile, own_text, row_noise, uniform
 from trainer.sampling.ngrams import ORDER, NGrams
 from trainer.sampling.trees import Tree
@@ -35,13 +35,14 @@ class Drafts:
 
     Of a tree, ``behind`` says which tokens each one follows, itself included; number 0 is the
     text's last token, i the draft i - 1. ``logits`` are then those behind the tokens, of as many
-    as have drafts of their own.
+    as have drafts of their own. ``steps`` [b] says how many the drafter took, where it may stop.
     """
 
     tokens: Int[Tensor, "b k"]
     logits: Float[Tensor, "b k v"] | None = None
     ids: Int[Tensor, "v"] | None = None
     behind: Bool[Tensor, "b k1 k1"] | None = None
+    steps: Int[Tensor, "b"] | None = None
 
 
 Propose = Callable[[Prefix, Tensor, Tensor], Drafts]
@@ -64,15 +65,7 @@ def proposer(drafter: Drafter) -> Propose:
     return propose
 
 
-def tree_proposer(
-    drafter: Drafter,
-    nodes: int,
-    width: int,
-    *,
-    blind: bool = False,
-    reach: float = 0.0,
-    steps_taken: list[int] | None = None,
-) -> Propose:
+def tree_proposer(drafter: Drafter, nodes: int, width: int, *, blind: bool = False, reach: float = 0.0) -> Propose:
     """A tree of the ``nodes`` drafts that the noise makes most probable, for the coupled rule.
 
     With the noise known, softmax(l + xi) says how probable it is that each token wins the race of
@@ -81,10 +74,8 @@ def tree_proposer(
     Of a drafter that does not step, a slot's logits are the same behind every path. Not for one
     that reads uniforms.
     ``blind``: the tree is chosen without a look at the noise, by softmax(l). ``reach``: a text takes
-    another step only where one of its paths is right with this probability; how many each draft took
-    goes to ``steps_taken``.
+    another step only where one of its paths is right with this probability.
     """
-    steps = drafter.form.kind in ("steps", "small")
 
     def propose(prefix: Prefix, xi: Tensor, text: Tensor) -> Drafts:
         noise, b, prefix = xi[..., drafter.ids], len(xi), drafter.knows(prefix, text)
@@ -92,7 +83,7 @@ def tree_proposer(
         # Who is behind whom among all tokens so far, and the scores of the last ones' paths.
         grown, behind, last = None, torch.ones(b, 1, 1, dtype=torch.bool), prefix.tokens
         pasts, score, taken = [behind], torch.zeros(b, 1), torch.zeros(b, dtype=torch.long)
-        at_once = None if steps else drafter(prefix, noise[:, None])
+        at_once = None if drafter.steps else drafter(prefix, noise[:, None])
         for slot in range(drafter.slots):
             if at_once is None:
                 found, grown = drafter.grow(prefix, last[:, None], slot, behind[:, None], grown)
@@ -110,22 +101,23 @@ def tree_proposer(
             behind = torch.cat([past, torch.eye(width, dtype=torch.bool).expand(b, -1, -1)], -1)
             tokens.append(last), scores.append(score), pasts.append(behind)
             score = score.masked_fill(score.exp().sum(1, keepdim=True) < reach, -torch.inf)
-        if steps_taken is not None:
-            steps_taken.extend(taken.tolist())
         # A parent is at least as probable as its children and stands before them: stable sorting
         # keeps it.
-        order = torch.cat(scores, 1).argsort(dim=1, descending=True, stable=True)
-        kept = order[:, :nodes].sort(1).values
+        found = torch.cat(scores, 1)
+        kept = found.argsort(dim=1, descending=True, stable=True)[:, :nodes].sort(1).values
         total, index = behind.shape[-1], pad(kept + 1, (1, 0))
         whole = torch.cat([pad(past, (0, total - past.shape[-1])) for past in pasts], 1)
         whole = whole.gather(1, index[..., None].expand(-1, -1, total))
         whole = whole.gather(2, index[:, None].expand(-1, index.shape[1], -1))
-        return Drafts(torch.cat(tokens, 1).gather(1, kept), behind=whole)
+        # A step of other texts alone leaves no draft: it is behind nothing.
+        never = pad(found.gather(1, kept).isinf(), (1, 0))[..., None]
+        whole = torch.where(never, torch.eye(index.shape[1], dtype=torch.bool), whole)
+        return Drafts(torch.cat(tokens, 1).gather(1, kept), behind=whole, steps=taken)
 
     return propose
 
 
-def sampled_tree_proposer(drafter: Drafter, nodes: int, ranks: Sequence[Sequence[float]]) -> Propose:
+def sampled_tree_proposer(drafter: Drafter | Counts, nodes: int, ranks: Sequence[Sequence[float]]) -> Propose:
     """A tree of draws without replacement, for the recursive rejection rule.
 
     Its shape is fixed: the ``nodes`` places that are most probable to be reached when the r-th
@@ -133,8 +125,8 @@ def sampled_tree_proposer(drafter: Drafter, nodes: int, ranks: Sequence[Sequence
     first draws of softmax(l) without replacement are the largest l + xi. Of a drafter that does
     not step, the draws behind every path are the same, so it must not read the noise.
     """
-    steps, width = drafter.form.kind in ("steps", "small"), max(map(len, ranks))
-    assert steps or drafter.form.noise == "none"
+    width = max(map(len, ranks))
+    assert isinstance(drafter, Counts) or drafter.steps or drafter.form.noise == "none"
     places: dict[tuple[int, ...], float] = {(): 1.0}  # a place is the ranks on the way to it
     for _ in range(nodes):
         inner = [(place, p) for place, p in places.items() if len(place) < drafter.slots]
@@ -150,7 +142,7 @@ def sampled_tree_proposer(drafter: Drafter, nodes: int, ranks: Sequence[Sequence
         noise, b, prefix = xi[..., drafter.ids], len(xi), drafter.knows(prefix, text)
         grown, behind, last = None, torch.ones(b, 1, 1, dtype=torch.bool), prefix.tokens
         tokens, pasts, logits = [], [behind], []
-        at_once = None if steps else drafter(prefix, None)
+        at_once = None if isinstance(drafter, Counts) or drafter.steps else drafter(prefix, None)
         for slot, (before, level) in enumerate(pairwise(levels)):
             if at_once is None:
                 found, grown = drafter.grow(prefix, last[:, None], slot, behind[:, None], grown)
@@ -169,6 +161,27 @@ def sampled_tree_proposer(drafter: Drafter, nodes: int, ranks: Sequence[Sequence
         return Drafts(torch.cat(tokens, 1), torch.cat(logits, 1), drafter.ids, whole)
 
     return propose
+
+
+class Counts:
+    """N-grams as a drafter that steps: what is known of a text are its last tokens."""
+
+    def __init__(self, model: NGrams, slots: int) -> None:
+        self.model, self.slots, self.ids = model, slots, torch.arange(len(model.unigram))
+
+    def knows(self, prefix: Prefix, text: Int[Tensor, "b l"]) -> Prefix:
+        """The tokens before the last one as its ``states``."""
+        places = (prefix.positions + torch.arange(1 - ORDER, 0)).clamp_min(0)
+        return replace(prefix, states=text.gather(1, places)[:, None])
+
+    def grow(
+        self, prefix: Prefix, tokens: Int[Tensor, "b 1 s"], slot: int, own: Tensor, grown: Grown | None
+    ) -> tuple[Float[Tensor, "b 1 s v"], Grown]:
+        """See :meth:`Drafter.grow`; the rows are the last tokens of each path."""
+        before = prefix.states[:, :, None] if grown is None else grown.rows
+        lines = torch.cat([before, tokens[..., None]], -1)[..., 1:]
+        laws = np.stack([self.model.probabilities(line) for line in lines.flatten(0, -2).tolist()])
+        return torch.from_numpy(laws).log().view(*tokens.shape, -1), Grown(lines, [])
 
 
 def ngram_tree_proposer(model: NGrams, slots: int, nodes: int, *, blind: bool = False) -> Propose:
@@ -213,11 +226,12 @@ def ngram_proposer(text: Int[Tensor, "n l"], slots: int) -> Propose:
 
 @dataclass(frozen=True)
 class Decoded:
-    """What a decode wrote, the passes of each row, and drafts reached and kept, by slot."""
+    """What a decode wrote, passes and drafter's steps of each row, and drafts reached and kept, by slot."""
 
     text: Int[Tensor, "n l"]
     tokens: Int[Tensor, "n"]
     passes: Int[Tensor, "n"]
+    steps: Int[Tensor, "n"]
     reached: Float[Tensor, "k"]
     kept: Float[Tensor, "k"]
 
@@ -251,7 +265,7 @@ def decode(
     cache = Cache.empty(len(target.layers), target.shape, n, last)
     states = target.read(prompts[:, :-1], cache)[1][:, -1]
     cache.lengths += p - 1
-    passes, written = torch.zeros(n, dtype=torch.long), torch.zeros(n, dtype=torch.long)
+    passes, written, steps = torch.zeros(3, n, dtype=torch.long)
     reached, kept = torch.zeros(slots), torch.zeros(slots)
     alive, slot = torch.arange(n), torch.arange(slots + 1)
     while len(alive):
@@ -261,6 +275,7 @@ def decode(
         token = rows.gather(1, start[:, None])
         prefix = Prefix(states[:, None], token, start[:, None], cache.keys, cache.seen())
         drafts = propose(prefix, noise[:, :slots], rows)
+        steps[alive] += slots if drafts.steps is None else drafts.steps
         known = torch.cat([token, drafts.tokens], 1)
         logits, read = target.read(known, cache, drafts.behind)
         if drafts.behind is not None:
@@ -292,7 +307,7 @@ def decode(
         if not on.all():
             cache.keys = [(k[on], v[on]) for k, v in cache.keys]
             alive = alive[on]
-    return Decoded(text, written, passes, reached, kept)
+    return Decoded(text, written, passes, steps, reached, kept)
 
 
 def _walk(
@@ -374,7 +389,7 @@ def _standard(
 
 def pooled(parts: list[Decoded]) -> Decoded:
     """Batches of rows as one."""
-    rows = [torch.cat([getattr(p, name) for p in parts]) for name in ("text", "tokens", "passes")]
+    rows = [torch.cat([getattr(p, name) for p in parts]) for name in ("text", "tokens", "passes", "steps")]
     return Decoded(*rows, sum(p.reached for p in parts), sum(p.kept for p in parts))  # type: ignore[arg-type]
 
 

@@ -12,9 +12,17 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks.drafting.__main__ import main
 from benchmarks.drafting.drafters import Drafter, Form, Prefix
-from benchmarks.drafting.evaluation import decode, proposer, sampled_tree_proposer, tree_proposer
+from benchmarks.drafting.evaluation import (
+    Counts,
+    decode,
+    ngram_tree_proposer,
+    proposer,
+    sampled_tree_proposer,
+    tree_proposer,
+)
 from benchmarks.drafting.target import Cache, Target, at_quantile, own_text
 from benchmarks.drafting.training import Training, losses, posterior_noise, posterior_uniform, train
+from trainer.sampling.ngrams import ORDER, NGrams
 
 SLOTS = 3
 FORMS = [
@@ -171,7 +179,46 @@ def test_text_of_a_tree_is_the_targets_own_in_fewer_passes(form: Form, target: T
     assert passes[0] > passes[1] > passes[2]
 
 
-LAWS = [FORMS[0], *FORMS[2:5], FORMS[6], *FORMS[-2:], "tree of steps", "tree of slots", "quantile"]
+def test_a_drafter_that_may_stop_takes_no_step_without_hope(target: Target) -> None:
+    """A step is taken while the paths so far reach a chance; which draws there are is not changed."""
+    prompts = torch.randint(40, (6, 4), generator=torch.Generator().manual_seed(14))
+    drafter, found = trained(FORMS[0], target), []
+    for reach in (0.0, 0.3, 1.1):
+        propose = tree_proposer(drafter, 12, 5, reach=reach)
+        found.append(decode(target, propose, prompts, 24, SLOTS, "coupled", 15, room=14))
+        assert torch.equal(found[-1].text[:, :28], own_text(target, prompts, 28, 15, 0))
+    every, some, first = ((each.steps / each.passes).mean().item() for each in found)
+    assert every == SLOTS > some > first == 1
+    assert found[0].passes.sum() < found[2].passes.sum() and float(found[2].kept[1:].sum()) == 0
+
+
+def test_counts_read_the_last_tokens_of_every_path(target: Target) -> None:
+    """Behind each path the law of the n-grams, whatever was drafted side by side."""
+    rows = torch.randint(5, (8, 40), generator=torch.Generator().manual_seed(18))
+    model, slots = NGrams(rows.numpy(), 5), 2
+    drafter, text = Counts(model, slots), rows[:2, :9]
+    at = torch.tensor([[6], [8]])
+    prefix = drafter.knows(Prefix(torch.zeros(2, 1, 1), text.gather(1, at), at, [], torch.zeros(2, 1, 9)), text)
+    first, grown = drafter.grow(prefix, prefix.tokens[:, None], 0, torch.ones(1), None)
+    tokens = torch.tensor([[[4, 1]], [[0, 2]]])
+    second, _ = drafter.grow(prefix, tokens, 1, torch.ones(1), grown.of(torch.zeros(2, 2, dtype=torch.long)))
+    for row in range(2):
+        known = text[row, : at[row, 0] + 1].tolist()
+        assert torch.allclose(first[row, 0, 0].exp(), torch.from_numpy(model.probabilities(known[-ORDER + 1 :])))
+        for path, token in enumerate(tokens[row, 0].tolist()):
+            law = model.probabilities([*known, token][-ORDER + 1 :])
+            assert torch.allclose(second[row, 0, path].exp(), torch.from_numpy(law))
+    prompts, passes = torch.randint(40, (6, 4), generator=torch.Generator().manual_seed(14)), []
+    learnt = own_text(target, prompts, 40, 3, 0).numpy()
+    for blind in (False, True):
+        propose = ngram_tree_proposer(NGrams(learnt, 40), SLOTS, 6, blind=blind)
+        found = decode(target, propose, prompts, 24, SLOTS, "coupled", 15, room=8)
+        assert torch.equal(found.text[:, :28], own_text(target, prompts, 28, 15, 0))
+        passes.append(int(found.passes.sum()))
+    assert passes[0] < passes[1] < int(found.tokens.sum())
+
+
+LAWS = [FORMS[0], *FORMS[2:5], FORMS[6], *FORMS[-2:], "tree of steps", "tree of slots", "counts", "quantile"]
 
 
 @pytest.mark.parametrize("form", LAWS, ids=str)
@@ -182,6 +229,9 @@ def test_a_rule_keeps_the_law(form: Form | str, tmp_path: Path) -> None:
     # Token 4 or so is none that the drafter can name.
     if isinstance(form, Form) or form == "quantile":
         propose = proposer(trained(form if isinstance(form, Form) else FORMS[-1], target, 4))
+    elif form == "counts":
+        text = torch.randint(4, (9, 9), generator=torch.Generator().manual_seed(19))
+        propose = sampled_tree_proposer(Counts(NGrams(text.numpy(), 5), SLOTS), 9, [[0.5, 0.4, 0.2], [0.5, 0.3]])
     else:
         drafter = trained(FORMS[form == "tree of slots"], target, 4)
         drafter.norms[0].weight.data *= 3  # it is too sure, so that many draws are refused
@@ -292,11 +342,32 @@ drafter = "steps"
 rule = "standard"
 tree = [4, 2]
 ranks = [[0.5, 0.2], [0.3]]
+[[point]]
+drafter = "steps"
+rule = "coupled"
+tree = [4, 2]
+reach = 0.4
+[[point]]
+drafter = "its text"
+rule = "coupled"
+tree = [4, 2]
+[[point]]
+drafter = "its text"
+rule = "standard"
+tree = [4, 2]
+ranks = [[0.5, 0.2], [0.3]]
+slots = 2
+[counts]
+"its text" = ""
 """)
     main(str(settings))
     report = json.loads((tmp_path / "results.json").read_text())
     lines = {line["name"]: line for line in report["lines"]}
-    assert len(lines) == 6
+    assert len(lines) == 9
+    whole, stopped = (lines[f"steps, coupled, tree of 4{more}"] for more in ("", ", steps at 0.4"))
+    assert whole["share_of_steps"] == 1 > stopped["share_of_steps"] >= 1 / 3
+    assert stopped["draft_flops"] == pytest.approx(whole["draft_flops"] * stopped["share_of_steps"])
+    assert len(lines["its text, standard, tree of 4, 2 slots"]["kept_by_slot"]) == 2
     mean, low, high = lines["slots, coupled"]["tokens_per_pass"]
     assert 1 <= low <= mean <= high <= 4
     assert lines["slots, coupled"]["seeds"] == 2

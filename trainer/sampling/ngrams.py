@@ -25,7 +25,7 @@ from shards.store.store import ShardStore
 from trainer.sampling.trees import Tree
 
 DISCOUNT = 0.75
-ORDER = 4
+ORDER = 5
 """Tokens of the longest sequences that are counted."""
 
 
@@ -49,7 +49,7 @@ class Table:
 
 
 class NGrams:
-    """Counts of the sequences of up to four tokens in rows (three where V is above 55,108).
+    """Counts of the sequences of up to five tokens in rows (four where V is above 6,208, three above 55,108).
 
     Args:
         rows: The rows, of which no sequence crosses an end.
@@ -74,7 +74,7 @@ class NGrams:
             self.tables.append(Table(contexts, starts, found % vocab_size, shares, rest))
 
     def probabilities(self, known: Sequence[int]) -> Float32[np.ndarray, "v"]:
-        """Of the token behind some known ones, of which the last three count."""
+        """Of the token behind some known ones, of which the last four count."""
         law, number, base = self.unigram, 0, 1
         for token, table in zip(reversed(known), self.tables, strict=False):
             number, base = number + token * base, base * len(law)

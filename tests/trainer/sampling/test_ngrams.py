@@ -32,9 +32,12 @@ def test_the_model_by_hand() -> None:
     two = 0.75 / 2 * one + [0, 0, 1.25 / 2, 0, 0]
     assert np.allclose(model.probabilities([0, 1]), two)
     assert np.allclose(model.probabilities([2, 4, 0, 1]), two), "4 0 1 was never seen"
+    last = 0.75 * model.probabilities([1, 2, 3]) + [0, 0.25, 0, 0, 0]
+    assert np.allclose(model.probabilities([4, 0, 1, 2, 3]), last), "the last four tokens count"
     for known in ([0, 1, 2], [2, 1, 2], [3, 3]):
         assert np.isclose(model.probabilities(known).sum(), 1)
-    assert len(NGrams(ROWS, 1 << 16).tables) == 2, "a fourth token does not fit in 63 bits"
+    sizes = [len(NGrams(ROWS, size).tables) for size in (6_208, 6_209, 55_108, 55_109)]
+    assert sizes == [4, 3, 3, 2], "a number of 63 bits holds no further token"
 
 
 def test_the_search_finds_the_most_probable_drafts() -> None:
