@@ -14,7 +14,7 @@ import torch
 
 from benchmarks import gpu_checks, gpu_suite, jobs, parity
 from benchmarks.jobs import Job, run_jobs, run_visibly, script, share_of_training
-from benchmarks.quality import own_noise, stories
+from benchmarks.quality import stories
 from benchmarks.quality.__main__ import link_teacher
 from benchmarks.quality.plan import TEACHER, Plan, Recipe, read_plan
 from benchmarks.quality.stories import StoriesBench
@@ -210,24 +210,6 @@ def said(record: Any) -> Iterator[tuple[str, Any]]:
     for part in parts:
         if isinstance(part, dict | list):
             yield from said(part)
-
-
-def test_noise_tells_all_to_whoever_knows_the_teachers_logits_and_less_to_others() -> None:
-    generator = torch.Generator().manual_seed(0)
-    said = torch.randn(40, 30, 16, generator=generator).mul(2).log_softmax(-1)
-    drawn = said.exp().flatten(0, 1).multinomial(1, generator=generator).view(40, 30)
-    rows = torch.cat([torch.zeros_like(drawn[:, :1]), drawn], dim=1)
-    noise = own_noise.Noise(rows, said, seed=0)
-    where = torch.ones_like(rows, dtype=torch.bool)
-    where[:, 0] = False
-    xi, tokens, teacher = noise.posterior(where).gumbels(), rows[where], noise.log_probs(where)
-    knows = own_noise.read_with(teacher, xi, tokens, teacher)
-    assert knows["plain + xi, %"] == 100 > knows["plain, %"] == knows["teacher, %"]
-    assert knows["noise tells, nats"] > 0.9 * knows["plain, nats"] == 0.9 * knows["the teacher leaves open, nats"]
-    nothing = own_noise.read_with(torch.full_like(teacher, 1 / 16).log(), xi, tokens, teacher)
-    assert 0 < nothing["noise tells, nats"] < 0.5 * nothing["plain, nats"]
-    prior = noise.posterior(where, torch.ones_like(tokens, dtype=torch.bool)).gumbels()
-    assert own_noise.read_with(teacher, prior, tokens, teacher)["noise tells, nats"] < 0.05
 
 
 @pytest.mark.parametrize("file", sorted((BENCHMARKS / "results").rglob("*.json")), ids=lambda file: file.name)
