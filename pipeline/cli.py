@@ -138,16 +138,34 @@ def extract(
     if plan:
         from pipeline.plan import plan_lines
 
-        typer.echo("\n".join(plan_lines(request, figures, process)))
+        _say(plan_lines(request, figures, process))
     else:
-        _run(request, process)
+        _say(run(request, process))
 
 
-def _run(request: ExtractRequest, worker: Worker, tokens_only: bool = False) -> None:
-    """The run, or stage 1 of it, and what there is to say at the end."""
-    from pipeline.engine import run  # late: it waits for torch
+def run(request: ExtractRequest, worker: Worker, tokens_only: bool = False) -> list[str]:
+    """Do whatever of a run is not done yet, wherever its teacher runs; what there is to say at the end.
 
-    if lines := run(request, worker, tokens_only):
+    Args:
+        request: What is asked for.
+        worker: This process.
+        tokens_only: Stage 1 alone: of a teacher no weights are read.
+
+    Raises:
+        UsageError: If the request cannot be met, or differs from what is there.
+        GdistillError: If something fails on the way; finished shards are kept.
+    """
+    if request.is_scored:
+        from pipeline.engine import run_scored  # late, as below: it waits for torch
+
+        return run_scored(request, worker, tokens_only)
+    from pipeline.run import run_extraction, run_tokens
+
+    return run_tokens(request, worker) if tokens_only else run_extraction(request, worker)
+
+
+def _say(lines: list[str]) -> None:
+    if lines:
         typer.echo("\n".join(lines))
 
 
@@ -175,7 +193,7 @@ def tokens(
         "store": {"rows": rows},
     }
     request = resolve_request(out, options, overrides or [], config)
-    _run(request, Worker(), tokens_only=True)
+    _say(run(request, Worker(), tokens_only=True))
 
 
 @complete_app.command()
@@ -210,7 +228,7 @@ def complete(
         "store": {"location": store},
     }
     request = resolve_request(out, options, overrides or [])
-    _run(request, Worker.from_environment(worker, workers))
+    _say(run(request, Worker.from_environment(worker, workers)))
 
 
 @references_app.command()

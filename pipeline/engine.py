@@ -43,17 +43,7 @@ from transformers import PreTrainedTokenizerBase
 from pipeline.corpus.config import scheme_of
 from pipeline.corpus.documents import Tally
 from pipeline.extract import ShardWork, resources_on, with_position_0
-from pipeline.run import (
-    begin_store,
-    build_manifest,
-    check_teacher,
-    corpus_lines,
-    corpus_unigram,
-    known_teacher,
-    report,
-    run_extraction,
-    tokenize,
-)
+from pipeline.run import begin_store, build_manifest, corpus_unigram, report, run_extraction, token_lines, tokenize
 from pipeline.scored import ScoredRow, ScoreFiles, row_of_response, same_length
 from pipeline.settings import EngineSettings, ExtractRequest, Worker
 from pipeline.teacher import RawLogits, Teacher
@@ -335,40 +325,27 @@ Prepared = tuple[Fetch, dict[str, Any], TokenDataset]
 """Where scores come from, their identity for the manifest, and the rows."""
 
 
-def run(request: ExtractRequest, worker: Worker, tokens_only: bool = False) -> list[str]:
-    """Do whatever of the run is not done yet, wherever its teacher runs; what there is to say at the end.
-
-    Args:
-        request: What is asked for.
-        worker: This process.
-        tokens_only: Stage 1 alone: of a teacher no weights are read.
+def run_scored(request: ExtractRequest, worker: Worker, tokens_only: bool = False) -> list[str]:
+    """Do whatever is not done yet of a run whose teacher runs elsewhere; what there is to say at the end.
 
     Raises:
         UsageError: If the request cannot be met, or differs from what is there.
         GdistillError: If the corpus or scores cannot be used, or the engine fails; finished shards
             are kept.
     """
-    if tokens_only:
-        require_writable(request.out)
-        if not request.is_scored:
-            request, tokenizer = check_teacher(request, known_teacher(request))
-        elif request.settings.engine.url is None:
-            raise UsageError("scored rows are tokens already", where="--corpus")
-        else:
-            tokenizer = _require_tokenizer(request)
-            _, request = _checked_engine(request, tokenizer)
-        dataset = tokenize(request, tokenizer, worker)
-        return [f"tokens {dataset.path}", *corpus_lines(dataset)] if worker.is_main else []
-    if not request.is_scored:
-        return run_extraction(request, worker)
     if request.settings.mode != "parallel":
         raise UsageError("an engine scores rows, it writes none", where="--mode", got="sequential")
-    if request.settings.has_states:
-        return _run_states(request, worker)
-    return _run_scored(request, worker)
+    if not tokens_only:
+        return _run_states(request, worker) if request.settings.has_states else _run_scores(request, worker)
+    require_writable(request.out)
+    if request.settings.engine.url is None:
+        raise UsageError("scored rows are tokens already", where="--corpus")
+    tokenizer = _require_tokenizer(request)
+    _, request = _checked_engine(request, tokenizer)
+    return token_lines(tokenize(request, tokenizer, worker), worker)
 
 
-def _run_scored(request: ExtractRequest, worker: Worker) -> list[str]:
+def _run_scores(request: ExtractRequest, worker: Worker) -> list[str]:
     started = time.monotonic()
     tokenizer = _require_tokenizer(request)
     codec = _require_posterior(request, len(tokenizer))

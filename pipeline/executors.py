@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from pipeline.cli import run
 from pipeline.settings import Worker, resolve_request
 
 
@@ -31,8 +32,6 @@ class ExtractStep:
 
     def __call__(self, data: Iterable[Any] | None = None, rank: int = 0, world_size: int = 1) -> Iterator[Any]:
         yield from data or ()
-        from pipeline.engine import run  # late: a launcher needs no torch
-
         request = resolve_request(Path(self.out), self.options)
         for line in run(request, Worker.from_environment(rank, world_size), self.tokens_only):
             print(line)

@@ -35,7 +35,6 @@ from shards.noise.compiled import use_noise_kernel
 from shards.store.location import open_location
 from shards.store.manifest import COUNTED, MANIFEST_FILE, STORE_ARRAYS, Manifest
 from shards.store.store import ShardStore
-from shards.store.verification import Description
 from shards.store.writer import ShardWriter
 from shards.stream.stream import MIXED_CHUNK_BYTES
 
@@ -92,6 +91,13 @@ def run_extraction(request: ExtractRequest, worker: Worker, load: Callable[..., 
         width = f"{files.num_logits:,}"
         lines.append(f"  logits         {width}, the last {padding:,} of no token: left out")
     return lines if worker.is_main else []
+
+
+def run_tokens(request: ExtractRequest, worker: Worker) -> list[str]:
+    """Stage 1 alone, of whose teacher no weights are read; errors and result as of :func:`run_extraction`."""
+    require_writable(request.out)
+    request, tokenizer = check_teacher(request, known_teacher(request))
+    return token_lines(tokenize(request, tokenizer, worker), worker)
 
 
 # Before stage 1.
@@ -369,6 +375,11 @@ def _extractor(
 # The end.
 
 
+def token_lines(dataset: TokenDataset, worker: Worker) -> list[str]:
+    """What to say where stage 1 was all."""
+    return [f"tokens {dataset.path}", *corpus_lines(dataset)] if worker.is_main else []
+
+
 def corpus_lines(dataset: TokenDataset) -> list[str]:
     """What stage 1 read, left out and repaired, split by split."""
     lines = []
@@ -404,18 +415,19 @@ def report(
     if not writer.is_complete():
         what, remedy = "finished shards went missing while the run was on", "run the same command again"
         raise GdistillError(what, where=request.store, remedy=remedy)
-    store = ShardStore.open(request.store)
-    found = Description.of(store)
-    num_rows = sum(store.manifest.splits.values())
-    per_token, fp16 = found.shard_bytes / found.num_tokens, found.fp16_vector_bytes_per_token
+    manifest, sizes = writer.manifest, writer.location.sizes()
+    shard_bytes = sum(sizes[name] for shard in manifest.all_shards() for name in manifest.shard_files(shard).values())
+    num_rows, fp16 = sum(manifest.splits.values()), 2 * manifest.vocab_size
+    num_stored = num_rows * manifest.row_length
+    num_bytes, per_token = sum(sizes.values()), shard_bytes / num_stored
     done = "nothing was left to do"
     if num_tokens:
         done = f"{num_tokens / seconds:,.0f} tokens/s"
         record = {
             "num_rows": num_rows,
-            "num_tokens": found.num_tokens,
-            "num_bytes": found.num_bytes,
-            "shard_bytes": found.shard_bytes,
+            "num_tokens": num_stored,
+            "num_bytes": num_bytes,
+            "shard_bytes": shard_bytes,
             "fp16_bytes_per_token": fp16,
             "bytes_per_token": per_token,
             "fp16_ratio": fp16 / per_token,
@@ -432,8 +444,8 @@ def report(
         *corpus_lines(dataset),
         f"store {request.store}",
         f"  rows           {num_rows:,}",
-        f"  tokens         {found.num_tokens:,}",
-        f"  bytes          {found.num_bytes:,}",
+        f"  tokens         {num_stored:,}",
+        f"  bytes          {num_bytes:,}",
         f"  bytes/token    {per_token:.1f}",
         f"  fp16 vectors   {fp16:,} bytes/token: {fp16 / per_token:.1f} x this store",
         f"  seconds        {seconds:.1f} ({done})",

@@ -11,7 +11,7 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 
-from pipeline.engine import run as run_request
+from pipeline.cli import run as run_request
 from pipeline.settings import Worker, resolve_request
 from shards.noise.embedding import Noise
 from shards.noise.philox import PositionKeys

@@ -20,7 +20,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from evaluation.likelihood.validation import validation_perplexity
 from evaluation.samples import read_data_rows
-from pipeline.engine import run as run_request
+from pipeline.cli import run as run_request
 from pipeline.run import corpus_unigram
 from pipeline.settings import Worker, resolve_request
 from pipeline.tokens.chat import encode_chats

@@ -266,7 +266,9 @@ def test_settings_come_from_file_options_and_overrides(tmp_path: Path, corpus: P
 
 def test_every_option_reaches_the_run(command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[tuple[ExtractRequest, Worker, bool]] = []
-    monkeypatch.setattr("pipeline.engine.run", lambda *given: seen.append(given) or [])
+    monkeypatch.setattr(
+        "pipeline.cli.run", lambda asked, by, tokens_only=False: seen.append((asked, by, tokens_only)) or []
+    )
     shared = ["--out", tmp_path, "--teacher", "t", "--tokenizer", "u", "--row-length", 9]
     stored = ["--store", "s", "--codec", "full", "--seed", 4, "--worker", 1, "--workers", 2]
     how = ["--batch-size", 3, "--dtype", "bfloat16", "--device", "cuda:1", "--compile", "--strict"]
