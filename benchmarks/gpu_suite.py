@@ -40,7 +40,7 @@ from shards.atomic import write_bytes_atomic, write_json_atomic
 from shards.console import run_command
 from shards.errors import GdistillError, UsageError
 from shards.language_model.forward import resolve_device
-from shards.noise.compiled import noise_kernel, use_noise_kernel
+from shards.noise.philox import noise_kernel, use_noise_kernel
 
 TIME_LIMIT_SECONDS = 450
 Found = dict[str, Any]

@@ -38,7 +38,7 @@ from shards.codec.protocol import Codec, TeacherOutput
 from shards.console import Bar, progress_bar, stderr
 from shards.errors import Stopped, StopRequest, UsageError
 from shards.language_model.forward import BatchSize, in_batches, is_out_of_memory, largest_batch, require_indexable
-from shards.noise.compiled import noise_kernel
+from shards.noise.philox import noise_kernel
 from shards.store.manifest import Manifest, ShardRange, read_ways, record_ways
 from shards.store.writer import ShardWriter
 

@@ -31,7 +31,7 @@ from shards.console import stderr
 from shards.errors import GdistillError, UsageError
 from shards.language_model.forward import BatchSize, resolve_device
 from shards.language_model.loading import PretrainedFiles, check_device_map, find_pretrained, looks_local
-from shards.noise.compiled import use_noise_kernel
+from shards.noise.philox import use_noise_kernel
 from shards.store.location import open_location
 from shards.store.manifest import COUNTED, MANIFEST_FILE, STORE_ARRAYS, Manifest
 from shards.store.store import ShardStore

@@ -18,7 +18,7 @@ words wraps in int64; its low 64 bits are right, and so are both halves once mas
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property, lru_cache
 from typing import Any, ClassVar, TypeVar, cast, no_type_check
@@ -26,6 +26,8 @@ from typing import Any, ClassVar, TypeVar, cast, no_type_check
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
+
+from shards.errors import GdistillError, UsageError, first_line
 
 Index = Int[Tensor, "m"] | Bool[Tensor, "n"] | slice
 """Which of n positions: their places, a mask, or a range."""
@@ -155,8 +157,12 @@ def philox4x32(counter: Words, seed: int) -> Words:
     Returns:
         Four int64 tensors with values below 2^32.
     """
-    c0, c1, c2, c3 = counter
-    for k0, k1 in round_keys(seed):
+    return _rounds(*counter, round_keys(seed))
+
+
+@no_type_check  # part of a compiled kernel, which cannot trace checks of annotations
+def _rounds(c0, c1, c2, c3, keys) -> Words:
+    for k0, k1 in keys:
         p0, p1 = c0 * MULTIPLIERS[0], c2 * MULTIPLIERS[1]
         c0, c2 = ((p1 >> 32) ^ c1 ^ k0) & MASK, ((p0 >> 32) ^ c3 ^ k1) & MASK
         c1, c3 = p1, p0
@@ -192,7 +198,7 @@ def stream_bits(keys: PositionKeys, stream: int, count: int) -> Int[Tensor, "n c
 # (only their exclusive or is per entry), and the rest is one of two kernels with the same results:
 #
 #     eager      in place, on blocks that stay in a core's cache; 8 to 9 ns per variate and core
-#     compiled   fused by torch.compile: :mod:`shards.noise.compiled`
+#     compiled   fused by torch.compile, which needs a C++ compiler (Triton on GPUs); 2.8 ns
 
 
 SHARED_ROUNDS = 2
@@ -200,6 +206,9 @@ BLOCK_ELEMENTS = 1 << 15
 """Counters per block and thread: six int64 buffers of that size fit a level-2 cache of 2 MB."""
 SMALLEST_COMPILED = 1 << 12
 """Below this many counters a call of the compiled kernel costs more than it saves."""
+LARGEST_ULPS = {"cpu": 0, "cuda": 2}
+"""How far the kernels may differ, in units of the last place: results on a CPU are reproduced bit
+for bit, and a GPU's compiler has a logarithm of its own."""
 compiled_kernels: dict[str, Callable[..., Tensor]] = {}
 
 
@@ -298,6 +307,85 @@ def _fill(out: Tensor, rows: WordList, columns: WordList, seed: int) -> None:
     c3.bitwise_and_(MASK)
     for lane, words in enumerate((c0, c1, c2, c3)):
         out[..., lane] = exponential_from_bits(words)
+
+
+# What the compiler is to fuse: out of place, one lane after the other, or all of them together. That is 1.5 times as
+# slow under AVX-512, but under AVX2 PyTorch 2.13 compiles the first form to code that gives other numbers.
+
+
+@no_type_check
+def _by_lane(r0, r2, r3, s0, s1, s2, keys) -> Tensor:
+    lanes = _rounds(r0 ^ s0, s1, r2 ^ s2, r3, keys)
+    return torch.stack([exponential_from_bits(words) for words in lanes], dim=-1)
+
+
+@no_type_check
+def _all_lanes(r0, r2, r3, s0, s1, s2, keys) -> Tensor:
+    return exponential_from_bits(torch.stack(_rounds(r0 ^ s0, s1, r2 ^ s2, r3, keys), dim=-1))
+
+
+@torch.no_grad()
+def compiled_kernel(arguments: Sequence[Tensor], expected: Float[Tensor, "n blocks 4"]) -> Callable[..., Tensor]:
+    """The first form of the kernel whose numbers are those of the eager one."""
+    most, apart = LARGEST_ULPS.get(expected.device.type, 0), []
+    for form in (_by_lane, _all_lanes):
+        kernel: Callable[..., Tensor] = torch.compile(form, dynamic=True, fullgraph=True)
+        try:
+            found = kernel(*arguments)
+        except Exception as error:
+            what, remedy = "cannot compile the noise kernel", "install a C++ compiler, or use eager"
+            raise GdistillError(what, got=first_line(error), remedy=remedy) from error
+        ours, theirs = (numbers.view(torch.int32).long() for numbers in (found, expected))
+        apart.append(int((ours - theirs).abs().max()))  # in units of the last place
+        if apart[-1] <= most:
+            return kernel
+    what, remedy = "the compiled noise kernel gives other numbers", "choose the kernel eager"
+    where, got = expected.device, f"{min(apart)} units of the last place apart"
+    raise GdistillError(what, where=where, got=got, expected=f"at most {most}", remedy=remedy)
+
+
+def use_noise_kernel(kernel: str, device: torch.device | str = "cpu") -> str:
+    """Choose this process's kernel for a kind of device; ``eager`` until told otherwise.
+
+    ``compiled`` compiles at once (some seconds) and is compared with ``eager`` on the device: bit
+    for bit on a CPU, within 2 units of the last place on a GPU. ``auto`` does so on CUDA, where the
+    eager one is bound by memory traffic, and stays with ``eager`` elsewhere, or where it cannot be compiled.
+
+    Returns:
+        Why ``auto`` went without the compiled kernel on a CUDA device; else empty.
+
+    Raises:
+        UsageError: For an unknown name.
+        GdistillError: If ``compiled`` cannot be compiled, or differs; the kernel is then unchanged.
+    """
+    if kernel not in ("auto", "eager", "compiled"):
+        expected = "one of auto, eager, compiled"
+        raise UsageError("unknown noise kernel", got=kernel, expected=expected)
+    device = torch.device(device)
+    if kernel == "eager" or (kernel == "auto" and device.type != "cuda"):
+        compiled_kernels.pop(device.type, None)
+        return ""
+    try:
+        compiled_kernels[device.type] = _compile(device)
+    except GdistillError as error:
+        if kernel == "compiled":
+            raise
+        compiled_kernels.pop(device.type, None)
+        return str(error)
+    return ""
+
+
+def _compile(device: torch.device) -> Callable[..., Tensor]:
+    index = torch.arange(96, device=device)
+    keys = PositionKeys(0x123456789ABCDEF, index, index + 1, 7)
+    rows, columns = shared_rounds(keys, 0, 1000)
+    arguments = (*rows, *columns, later_keys(keys.seed, index.device))
+    return compiled_kernel(arguments, eager(rows, columns, keys.seed))
+
+
+def noise_kernel(device: torch.device | str = "cpu") -> str:
+    """The kernel in use on a kind of device, ``eager`` or ``compiled``."""
+    return "compiled" if torch.device(device).type in compiled_kernels else "eager"
 
 
 def uniforms(keys: PositionKeys, start: int, stop: int) -> Float[Tensor, "n tile"]:

@@ -32,7 +32,7 @@ from shards.console import Bar, progress_bar, stderr
 from shards.errors import GdistillError, UsageError
 from shards.language_model.forward import allow_tf32, largest_batch, resolve_device
 from shards.language_model.loading import find_pretrained, looks_local
-from shards.noise.compiled import use_noise_kernel
+from shards.noise.philox import use_noise_kernel
 from shards.settings import code_version, flatten, merge, nested, parse_override, to_mapping
 from trainer.sampling.fill import Sampler, SampleResult
 from trainer.sampling.noise import noise_of_rows

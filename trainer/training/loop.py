@@ -35,7 +35,7 @@ from torch.distributed.fsdp import FSDPModule
 from shards.atomic import exclusive, open_itself, sha256_file, whole_lines, write_bytes_atomic, write_json_atomic
 from shards.console import Bar, progress_bar, stderr
 from shards.errors import GdistillError, IntegrityError, Stopped, StopRequest, UsageError, first_line
-from shards.noise.compiled import noise_kernel, use_noise_kernel
+from shards.noise.philox import noise_kernel, use_noise_kernel
 from shards.settings import derive_seed, to_mapping
 from shards.store.store import ShardStore, SplitReader
 from shards.stream.stream import RowBatch, ShardStream

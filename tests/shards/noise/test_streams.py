@@ -15,7 +15,6 @@ from scipy import stats
 from torch import Tensor
 
 from shards.errors import GdistillError, UsageError
-from shards.noise import compiled as compiled_module
 from shards.noise import murmur3, philox
 from shards.noise.gumbel import DenseProbabilities, KeyedPosterior, KeyedPrior
 from shards.noise.philox import exponential_from_bits
@@ -104,14 +103,14 @@ def compiled_noise() -> Iterator[None]:
         pytest.skip("no C++ compiler")
     if torch.backends.cpu.get_cpu_capability() == "DEFAULT":
         pytest.skip("the compiler of PyTorch writes no code for its plainest kernels")
-    compiled_module.use_noise_kernel("compiled")
+    philox.use_noise_kernel("compiled")
     yield
-    compiled_module.use_noise_kernel("eager")
+    philox.use_noise_kernel("eager")
 
 
 @pytest.mark.parametrize(("num", "start", "stop"), [(300, 3, 90), (2, 0, 50257), (64, 6, 2055)])
 def test_the_compiled_kernel_gives_the_same_bits(compiled_noise: None, num: int, start: int, stop: int) -> None:
-    assert compiled_module.noise_kernel() == "compiled"
+    assert philox.noise_kernel() == "compiled"
     assert_as_defined(make_keys(num, draw=3), start, stop)
 
 
@@ -119,8 +118,7 @@ def test_the_compiled_kernel_gives_the_same_bits(compiled_noise: None, num: int,
 def compile_by(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[..., object]], None]:
     """Gives torch another compiler, in a process that has compiled nothing yet."""
     kernels: dict[str, Callable[..., Tensor]] = {}
-    for known in (philox, compiled_module):
-        monkeypatch.setattr(known, "compiled_kernels", kernels)
+    monkeypatch.setattr(philox, "compiled_kernels", kernels)
     return partial(monkeypatch.setattr, torch, "compile")
 
 
@@ -129,11 +127,11 @@ def test_kernels_are_chosen_by_name_and_a_failure_changes_nothing(compile_by: Ca
         raise RuntimeError("no compiler")
 
     with pytest.raises(UsageError, match="noise kernel"):
-        compiled_module.use_noise_kernel("fast")
+        philox.use_noise_kernel("fast")
     compile_by(lambda *_, **options: broken)
     with pytest.raises(GdistillError, match="no compiler"):
-        compiled_module.use_noise_kernel("compiled")
-    assert compiled_module.noise_kernel() == "eager"
+        philox.use_noise_kernel("compiled")
+    assert philox.noise_kernel() == "eager"
 
 
 def test_auto_compiles_on_cuda_alone_and_tells_why_not(compile_by: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -143,11 +141,11 @@ def test_auto_compiles_on_cuda_alone_and_tells_why_not(compile_by: Callable, mon
         calls.append(device)
         raise GdistillError("cannot compile the noise kernel", got="no Triton")
 
-    monkeypatch.setattr(compiled_module, "_compile", fails)
-    assert compiled_module.use_noise_kernel("auto", "cpu") == "" and not calls
-    assert "no Triton" in compiled_module.use_noise_kernel("auto", "cuda")
+    monkeypatch.setattr(philox, "_compile", fails)
+    assert philox.use_noise_kernel("auto", "cpu") == "" and not calls
+    assert "no Triton" in philox.use_noise_kernel("auto", "cuda")
     assert calls == [torch.device("cuda")]
-    assert compiled_module.noise_kernel() == "eager"
+    assert philox.noise_kernel() == "eager"
 
 
 def test_a_form_that_is_compiled_wrongly_gives_way_to_the_next(compile_by: Callable) -> None:
@@ -160,7 +158,7 @@ def test_a_form_that_is_compiled_wrongly_gives_way_to_the_next(compile_by: Calla
         return lambda *words: -work(*words) if wrong else work(*words)
 
     compile_by(compiled)
-    compiled_module.use_noise_kernel("compiled")
+    philox.use_noise_kernel("compiled")
     assert_as_defined(make_keys(5, seed=1), 0, 40)
     assert tried == ["_by_lane", "_all_lanes"]
 
@@ -179,16 +177,16 @@ def test_a_compiled_kernel_may_differ_as_far_as_its_device_allows(
 
         return run
 
-    assert compiled_module.LARGEST_ULPS == {"cpu": 0, "cuda": 2}
+    assert philox.LARGEST_ULPS == {"cpu": 0, "cuda": 2}
     compile_by(compiled)
-    monkeypatch.setitem(compiled_module.LARGEST_ULPS, "cpu", most)
+    monkeypatch.setitem(philox.LARGEST_ULPS, "cpu", most)
     obstacle = ""
     try:
-        compiled_module.use_noise_kernel("compiled", "cpu")
+        philox.use_noise_kernel("compiled", "cpu")
     except GdistillError as error:
         obstacle = str(error)
-    assert compiled_module.noise_kernel("cpu") == ("compiled" if fits else "eager")
-    assert compiled_module.noise_kernel("cuda") == "eager", "another device keeps its own kernel"
+    assert philox.noise_kernel("cpu") == ("compiled" if fits else "eager")
+    assert philox.noise_kernel("cuda") == "eager", "another device keeps its own kernel"
     assert fits or f"{ulps} units" in obstacle
 
 
@@ -197,7 +195,7 @@ def test_one_graph_serves_every_size_and_gradient_mode(compile_by: Callable) -> 
 
     compile_by(partial(torch.compile, backend="eager"))
     before = counters["stats"]["unique_graphs"]
-    compiled_module.use_noise_kernel("compiled")
+    philox.use_noise_kernel("compiled")
     for mode in (torch.enable_grad, torch.no_grad, torch.inference_mode):
         for num in (2, 40):
             with mode():
