@@ -12,26 +12,20 @@ from __future__ import annotations
 import io
 import math
 import os
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property, partial
 from glob import glob, has_magic
 from itertools import accumulate, islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import pyarrow as pa
 
 from pipeline.corpus.config import MARKED, BadUtf8, CorpusConfig, scheme_of, split_field
 from shards.atomic import sha256_file
-from shards.errors import GdistillError, UsageError, did_you_mean
-
-if TYPE_CHECKING:
-    from datasets import Dataset
-else:
-    Dataset = Any  # slow to load, and needed for data sets of the hub alone
+from shards.errors import GdistillError, UsageError
 
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 BUFFER_BYTES = 1 << 20
@@ -49,37 +43,17 @@ Found = tuple[bytes | str, str]
 """One document as found: undecoded bytes, or text from a source that decodes by itself; and its place."""
 
 
-class Source(ABC):
-    """Numbered documents that can be read again; the numbering counts empty ones too."""
-
-    @abstractmethod
-    def count(self) -> int:
-        """How many documents there are."""
-
-    @abstractmethod
-    def documents(self, start: int, stop: int) -> Iterator[Found]:
-        """Documents start..stop-1, in order, holding one (or one read batch) at a time."""
-
-    @abstractmethod
-    def identity(self, known: Known) -> list[dict[str, Any]]:
-        """JSON-ready facts that change when the content does; ``sha256`` for files.
-
-        A file that still has the size and modification time in ``known`` is not hashed again.
-        """
-
-    def text(self, decoded: str, where: str) -> str:
-        """The document's text within its decoded content: all of it, or a JSON field, say."""
-        return decoded
-
-
 @dataclass(frozen=True)
-class Files(Source):
-    """Files of a path or glob in name order; ``read`` gives the documents of one, ``parse`` makes text of
-    (decoded content, its place), ``num_documents`` counts without reading."""
+class Files:
+    """Documents of the files of a path or glob, in name order; blank ones are numbered too.
+
+    ``read`` gives those of one file, ``parse`` makes text of (decoded content, its place),
+    ``num_documents`` counts without reading.
+    """
 
     pattern: str
     read: Callable[[Path], Iterator[Found]]
-    parse: Callable[[str, str], str] | None = None
+    parse: Callable[[str, str], str] = lambda decoded, where: decoded
     num_documents: Callable[[Path], int] | None = None
 
     @cached_property
@@ -95,16 +69,46 @@ class Files(Source):
         return sum(self._counts)
 
     def documents(self, start: int, stop: int) -> Iterator[Found]:
+        """Documents start..stop-1, one at a time."""
         firsts = accumulate(self._counts, initial=0)
         for path, count, first in zip(self.paths, self._counts, firsts, strict=False):
             if first < stop and start < first + count:
                 yield from islice(self.read(path), max(0, start - first), stop - first)
 
     def identity(self, known: Known) -> list[dict[str, Any]]:
+        """JSON-ready facts that change when the content does.
+
+        A file that still has the size and modification time in ``known`` is not hashed again.
+        """
         return [file_identity(path, known) for path in self.paths]
 
-    def text(self, decoded: str, where: str) -> str:
-        return self.parse(decoded, where) if self.parse else decoded
+
+@dataclass(frozen=True)
+class Listed:
+    """Documents by number, of a drawn corpus or a data set; ``facts`` and ``files`` tell them from others."""
+
+    texts: Sequence[str | None]
+    facts: dict[str, Any]
+    where: str
+    files: Sequence[Path] = ()
+
+    def count(self) -> int:
+        return len(self.texts)
+
+    def documents(self, start: int, stop: int) -> Iterator[Found]:
+        for begin in range(start, stop, BATCH_ROWS):  # of a data set, what is read at once
+            for row, text in enumerate(self.texts[begin : min(begin + BATCH_ROWS, stop)], begin):
+                yield text or "", f"{self.where}: row {row}"
+
+    def identity(self, known: Known) -> list[dict[str, Any]]:
+        return [self.facts, *(file_identity(path, known) for path in self.files)]
+
+    def parse(self, decoded: str, where: str) -> str:
+        return decoded
+
+
+Source = Files | Listed
+"""Numbered documents that can be read again."""
 
 
 def expand(pattern: str) -> list[Path]:
@@ -191,85 +195,6 @@ def _blocks(file: io.BufferedReader, marker: bytes | None) -> Iterator[tuple[int
     yield begin, b"".join(block)
 
 
-# Other sources.
-
-
-@dataclass(frozen=True)
-class HubDataset(Source):
-    """One split of a data set of the hub, or of a folder that ``datasets`` loads.
-
-    Memory-mapped by ``datasets``; no code of a repository is run.
-    """
-
-    name: str
-    config: str | None
-    split: str
-    field: str
-    revision: str | None
-
-    @cached_property
-    def _rows(self) -> Dataset:
-        import datasets  # late: other corpora need not wait for it
-
-        where = f"hf:{self.name}" + (f":{self.config}" if self.config else "")
-        name, what = os.path.expanduser(self.name), "cannot load the data set"
-        if (os.path.isabs(name) or self.name.startswith(".")) and not os.path.isdir(name):
-            raise UsageError("no such folder of a data set", where=where)
-        try:
-            given = {"split": self.split, "revision": self.revision}
-            rows = datasets.load_dataset(name, self.config, **given)
-        except ValueError as error:  # an unknown configuration or split, which it lists
-            raise UsageError(what, where=where, got=error) from error
-        except Exception as error:
-            got = f"{type(error).__name__}: {error}"
-            remedy = "is the name right and the hub (or its cache) within reach?"
-            raise GdistillError(what, where=where, got=got, remedy=remedy) from error
-        if self.field not in (names := rows.column_names):
-            got, remedy = f"fields {names}", did_you_mean(self.field, names)
-            raise UsageError(f"no field {self.field!r}", where=where, got=got, remedy=remedy)
-        kind = getattr(rows.features[self.field], "dtype", "")
-        if kind not in ("string", "large_string"):
-            raise UsageError(f"field {self.field!r} holds no text", where=where, got=kind)
-        return rows.select_columns([self.field])
-
-    def count(self) -> int:
-        return len(self._rows)
-
-    def documents(self, start: int, stop: int) -> Iterator[Found]:
-        for begin in range(start, stop, BATCH_ROWS):
-            batch = self._rows[begin : min(begin + BATCH_ROWS, stop)][self.field]
-            for row, value in enumerate(batch, begin):
-                yield value or "", f"hf:{self.name}: row {row}"
-
-    def identity(self, known: Known) -> list[dict[str, Any]]:
-        rows, folder = self._rows, Path(os.path.expanduser(self.name))
-        facts = {"config": self.config, "split": self.split, "num_rows": len(rows)}
-        if folder.is_dir():  # where it lies says nothing: its files do
-            files = sorted(path for path in folder.rglob("*") if path.is_file())
-            hidden = [any(p[0] == "." for p in path.relative_to(folder).parts) for path in files]
-            kept = [path for path, is_hidden in zip(files, hidden, strict=True) if not is_hidden]
-            return [facts, *(file_identity(path, known) for path in kept)]
-        return [facts | {"name": self.name, "revision": self.revision, "fingerprint": rows._fingerprint}]
-
-
-@dataclass(frozen=True)
-class Listed(Source):
-    """Documents that are there already, and what tells them from others."""
-
-    texts: list[str]
-    facts: dict[str, Any]
-    where: str
-
-    def count(self) -> int:
-        return len(self.texts)
-
-    def documents(self, start: int, stop: int) -> Iterator[Found]:
-        return ((text, f"{self.where}: row {row}") for row, text in enumerate(self.texts[start:stop], start))
-
-    def identity(self, known: Known) -> list[dict[str, Any]]:
-        return [self.facts]
-
-
 def open_source(config: CorpusConfig, split: str) -> Source | None:
     """The source of a split; None for a validation split that is cut from the training source."""
     source, hub_split = config.source, config.split
@@ -290,17 +215,19 @@ def open_source(config: CorpusConfig, split: str) -> Source | None:
         from pipeline.maze import maze_documents
 
         return Listed(*maze_documents(rest or "k4", config.seed, split), where=source)
-    if scheme == "hf":
-        name, _, variant = rest.partition(":")
-        return HubDataset(name, variant or None, hub_split, config.field, config.revision)
     from pipeline.corpus import tables
 
+    if scheme == "hf":
+        texts, facts, files = tables.hub_texts(rest, hub_split, config.field, config.revision)
+        return Listed(texts, facts, source, files)
     pattern, named = split_field(rest)
     field = named or config.field
     if scheme == "csv":
         return Files(pattern, lambda path: _opened(path, partial(tables.csv_rows, field)))
     if scheme == "parquet":
-        return Files(pattern, partial(tables.parquet_rows, field), None, partial(tables.count_parquet_rows, field))
+        return Files(
+            pattern, partial(tables.parquet_rows, field), num_documents=partial(tables.count_parquet_rows, field)
+        )
     parse = partial(tables.json_text, field)
     if scheme == "chat":
         parse = partial(tables.conversation, field, config.packing == "prompts")
@@ -349,7 +276,7 @@ def _decoded(text: bytes | str, where: str, source: Source, policy: BadUtf8, tal
             if is_refused(error.start, f"byte 0x{text[error.start]:02x} ({error.reason})"):
                 return None
             text = text.decode("utf-8", "replace")
-    text = source.text(text, where)
+    text = source.parse(text, where)
     try:
         encoded = text.encode()
     except UnicodeEncodeError as error:
@@ -421,7 +348,7 @@ def _fair_spans(source: Source, count: int, fraction: float) -> list[Span]:
     sizes = []
     for content, where in source.documents(0, count):
         text = content if isinstance(content, str) else content.decode("utf-8", "replace")
-        sizes.append(len(source.text(text, where)))
+        sizes.append(len(source.parse(text, where)))
     total = sum(sizes)
     # Characters of the last 0, 1, 2, ... documents, one at least left to train.
     tails = [*accumulate(sizes[:0:-1], initial=0)]

@@ -1,11 +1,12 @@
-"""Documents in a field of a table: JSON lines, conversations, CSV and Parquet files; a null is empty."""
+"""Documents in a field of a table: JSON lines, conversations, CSV, Parquet, data sets of the hub; a null is empty."""
 
 from __future__ import annotations
 
 import csv
 import io
 import json
-from collections.abc import Iterator
+import os
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -126,6 +127,43 @@ def csv_rows(column: str, file: io.BufferedReader, path: Path) -> Iterator[tuple
         what, where = "cannot read the CSV file", f"{path}: line {reader.line_num}"
         expected = "a line of column names, then rows of as many fields"
         raise GdistillError(what, where=where, got=error, expected=expected) from error
+
+
+Hub = tuple[Sequence[str | None], dict[str, Any], list[Path]]
+"""Texts, facts that change when they do, and the files of a local folder."""
+
+
+def hub_texts(place: str, split: str, field: str, revision: str | None) -> Hub:
+    """A field of one split of a data set of the hub (NAME[:CONFIG]), or of a folder that ``datasets`` loads.
+
+    Memory-mapped by ``datasets``; no code of a repository is run.
+    """
+    import datasets  # late: other corpora need not wait for it
+
+    (name, _, config), where = place.partition(":"), f"hf:{place}".rstrip(":")
+    folder, what = Path(os.path.expanduser(name)), "cannot load the data set"
+    if (folder.is_absolute() or name.startswith(".")) and not folder.is_dir():
+        raise UsageError("no such folder of a data set", where=where)
+    try:
+        rows = datasets.load_dataset(name, config or None, split=split, revision=revision)
+    except ValueError as error:  # an unknown configuration or split, which it lists
+        raise UsageError(what, where=where, got=error) from error
+    except Exception as error:
+        got = f"{type(error).__name__}: {error}"
+        remedy = "is the name right and the hub (or its cache) within reach?"
+        raise GdistillError(what, where=where, got=got, remedy=remedy) from error
+    if field not in (names := rows.column_names):
+        got, remedy = f"fields {names}", did_you_mean(field, names)
+        raise UsageError(f"no field {field!r}", where=where, got=got, remedy=remedy)
+    kind = getattr(rows.features[field], "dtype", "")
+    if kind not in ("string", "large_string"):
+        raise UsageError(f"field {field!r} holds no text", where=where, got=kind)
+    rows = rows.select_columns([field])
+    facts = {"config": config or None, "split": split, "num_rows": len(rows)}
+    if folder.is_dir():  # where it lies says nothing: its files do
+        paths = sorted(path for path in folder.rglob("*") if path.is_file())
+        return rows[field], facts, [p for p in paths if not any(n[0] == "." for n in p.relative_to(folder).parts)]
+    return rows[field], facts | {"name": name, "revision": revision, "fingerprint": rows._fingerprint}, []
 
 
 def _require_column(column: str, path: Path, names: list[str]) -> None:

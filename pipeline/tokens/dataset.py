@@ -308,10 +308,9 @@ def corpus_identity(
     files = {file["path"]: file for of in known.values() for file in of if "path" in file}
     sources: dict[str, Any] = {}
     for split in SPLITS:
-        if (source := open_source(config, split)) is None:
-            continue
         try:
-            sources[split] = source.identity(files)
+            if (source := open_source(config, split)) is not None:
+                sources[split] = source.identity(files)
         except GdistillError as error:
             if split not in known:
                 raise
