@@ -17,14 +17,13 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import signal
-import threading
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
-from functools import cache, partial
-from types import TracebackType
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -48,7 +47,10 @@ ReadRows = Callable[[str, int, int, Note], np.ndarray]
 ``note`` hears how far a slow source has come."""
 Process = Callable[[TeacherOutput], TeacherOutput]
 Arrays = dict[str, np.ndarray]
+Tasks = deque[Future[None]]
+"""Handed to a thread of their own; torch and compressors release the interpreter lock."""
 LIVE_BATCHES_CPU, LIVE_BATCHES_GPU, LIVE_SHARDS = 2, 3, 2
+"""Batches that wait to be encoded, and shards to be written, at a time."""
 CPU_PART_ELEMENTS = 1 << 19
 POLL_SECONDS = 1.0
 ROUNDING_NATS = 2e-4
@@ -123,64 +125,10 @@ class ShardWork(ABC):
         self.num_extracted_tokens += self.num_tokens(shard)
 
 
-class Background:
-    """A bounded, ordered worker thread; torch and compressors release the interpreter lock.
-
-    The first error of a task is raised at the next call, and no later task runs. Leaving the context
-    finishes what was handed over. ``limit`` is the most unfinished tasks that were reserved.
-    """
-
-    def __init__(self, name: str, limit: int) -> None:
-        self._slots = threading.BoundedSemaphore(limit)
-        self._pool = ThreadPoolExecutor(1, name)
-        self._error: BaseException | None = None
-
-    def __enter__(self) -> Background:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self._pool.shutdown()
-        if error is None:
-            self._raise()
-
-    def reserve(self) -> None:
-        """Wait until there is room for one more task."""
-        self._slots.acquire()
-        if self._error is not None:
-            self._slots.release()
-            self._raise()
-
-    def cancel_reservation(self) -> None:
-        """Give back room that was reserved and is not needed."""
-        self._slots.release()
-
-    def submit(self, *task: Any, reserved: bool = True) -> None:
-        """Hand over a function and its arguments; small tasks need no reservation."""
-        self._pool.submit(self._work, [*task], reserved)
-
-    def wait(self) -> None:
-        """Until every task is done."""
-        self._pool.submit(int).result()
-        self._raise()
-
-    def _raise(self) -> None:
-        if self._error is not None:
-            raise self._error
-
-    def _work(self, task: list[Any], reserved: bool) -> None:
-        try:
-            function, *arguments = task
-            task.clear()  # a batch must be gone before there is room for the next one
-            if self._error is None:
-                function(*arguments)
-        except BaseException as error:
-            self._error = error
-        finally:
-            del function, arguments
-            if reserved:
-                self._slots.release()
+def finish(tasks: Tasks, but: int = 0) -> None:
+    """Wait until at most ``but`` of the tasks are unfinished; raises the error of one that failed."""
+    while len(tasks) > but:
+        tasks.popleft().result()
 
 
 def to_host(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -225,14 +173,16 @@ class Extractor(ShardWork):
     batch_size: BatchSize
     process: Process | None = None
     _claims: dict[ShardRange, ExitStack] = field(default_factory=dict)
+    _batches: Tasks = field(default_factory=deque)
+    _shards: Tasks = field(default_factory=deque)
     _encoded: BatchSize | None = None
     _buffer: Tensor = field(default_factory=lambda: torch.empty(0))
 
     def run(self, shards: list[ShardRange], worker: Worker, bar: Bar) -> None:
-        live = LIVE_BATCHES_GPU if self._on_gpu else LIVE_BATCHES_CPU
-        try:
-            with Background("store", LIVE_SHARDS) as self._storage, Background("encode", live) as self._encoder:
+        try:  # leaving the pools finishes what was handed over
+            with ThreadPoolExecutor(1, "store") as self._storage, ThreadPoolExecutor(1, "encode") as self._encoder:
                 super().run(shards, worker, bar)
+                self.settle()
         finally:
             for claim in self._claims.values():
                 claim.close()
@@ -243,11 +193,12 @@ class Extractor(ShardWork):
         return self.teacher.device.type == "cuda"
 
     def settle(self) -> None:
-        self._encoder.wait()
-        self._storage.wait()
+        finish(self._batches)
+        finish(self._shards)
 
     def extract(self, shard: ShardRange, claim: ExitStack, bar: Bar) -> None:
         self._claims[shard] = claim
+        finish(self._shards, but=LIVE_SHARDS)
         rows = self.read_rows(shard.split, shard.start, shard.stop, bar.note)
         bar.note(str(shard))
         manifest = self.writer.manifest
@@ -258,30 +209,28 @@ class Extractor(ShardWork):
         arrays["tokens"][:] = rows
         if "counted" in manifest.arrays:
             arrays["counted"][:] = counted
-        tokens = rows_tensor(rows)
-        in_batches(partial(self._forward, tokens, shard, arrays, bar), shard.num_rows, self.batch_size)
+        tokens, encoded = rows_tensor(rows), list[Future[None]]()
 
-        def hand_over() -> None:
-            self._storage.reserve()
-            self._storage.submit(self._write, shard, arrays)
+        def forward(part: slice) -> None:
+            self.stop.check()
+            finish(self._batches, but=(LIVE_BATCHES_GPU if self._on_gpu else LIVE_BATCHES_CPU) - 1)
+            row_ids = torch.arange(part.start, part.stop) + shard.start
+            try:
+                raw = [self.teacher.forward(tokens[part], row_ids, self.codec.needs_hidden)]
+            except Exception as error:
+                if is_out_of_memory(error):
+                    finish(self._batches)  # those hold memory that half of these rows may need
+                raise
+            encoded.append(self._encoder.submit(self._encode, raw, part.start, shard, arrays, bar))
+            self._batches.append(encoded[-1])
 
-        self._encoder.submit(hand_over, reserved=False)
-
-    def _forward(self, tokens: Tensor, shard: ShardRange, arrays: Arrays, bar: Bar, part: slice) -> None:
-        self.stop.check()
-        self._encoder.reserve()
-        row_ids = torch.arange(part.start, part.stop) + shard.start
-        try:
-            raw = self.teacher.forward(tokens[part], row_ids, self.codec.needs_hidden)
-        except Exception as error:
-            self._encoder.cancel_reservation()
-            if is_out_of_memory(error):
-                self._encoder.wait()  # batches there hold memory that half of these rows may need
-            raise
-        self._encoder.submit(self._encode, raw, part.start, shard, arrays, bar)
+        in_batches(forward, shard.num_rows, self.batch_size)
+        self._shards.append(self._storage.submit(self._write, shard, arrays, encoded))
 
     @torch.inference_mode()
-    def _encode(self, raw: RawLogits, first: int, shard: ShardRange, arrays: Arrays, bar: Bar) -> None:
+    def _encode(self, batch: list[RawLogits], first: int, shard: ShardRange, arrays: Arrays, bar: Bar) -> None:
+        raw = batch.pop()  # it must be gone before there is room for the next one
+
         def work(part: slice) -> None:
             rows = raw.rows(part)
             memory = None if self._on_gpu else self._buffer
@@ -308,7 +257,9 @@ class Extractor(ShardWork):
         in_batches(work, len(raw.logits), self._encoded)
         bar.advance(raw.tokens.shape[0] * (raw.tokens.shape[1] + 1))
 
-    def _write(self, shard: ShardRange, arrays: Arrays) -> None:
+    def _write(self, shard: ShardRange, arrays: Arrays, encoded: list[Future[None]]) -> None:
+        for batch in encoded:
+            batch.result()
         if "counted" in arrays:  # noise and log p of the assistant's tokens alone
             idle = arrays["counted"] == 0
             for name in arrays.keys() - {"tokens", "counted"}:
