@@ -72,8 +72,8 @@ class Case:
         """transformers' forward pass over all batches; nothing is kept."""
         tokens = rows_tensor(self.rows)
         with torch.inference_mode():
-            for part in BatchSize(self.batch_size).parts(len(tokens)):
-                batch = tokens[part].to(self.teacher.device)
+            for part in tokens.split(self.batch_size):
+                batch = part.to(self.teacher.device)
                 _ = self.bare(input_ids=batch[:, :-1], use_cache=False).logits
 
     def run_stage2(self, codec: Codec) -> None:

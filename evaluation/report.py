@@ -15,7 +15,6 @@ from evaluation.samples import SampleSet, drawn_with
 from evaluation.score import Score
 from evaluation.text.distance import RANKING
 from shards.atomic import write_bytes_atomic, write_json_atomic
-from shards.console import aligned
 from shards.errors import visible
 from shards.settings import code_version
 
@@ -45,6 +44,12 @@ class Table:
         rule = "-" * max(map(len, [header, *rows]))
         notes = map(visible, self.notes)
         return "\n".join([visible(self.title), rule, header, rule, *rows, rule, *notes])
+
+
+def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    """The lines of a table: its first column to the left, the others to the right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]).rstrip() for row in rows]
 
 
 def markdown_text(text: str) -> str:

@@ -31,7 +31,7 @@ from transformers.utils import logging as transformers_logging
 from shards.atomic import publish_folder, write_json_atomic
 from shards.console import progress_bar
 from shards.errors import UsageError, did_you_mean
-from shards.settings import check_bounds, derive_seed, generator, setting, to_mapping
+from shards.settings import derive_seed, generator, to_mapping
 
 MOVES = {"up": (-1, 0), "down": (1, 0), "left": (0, -1), "right": (0, 1)}
 TOKENS = ("<bos>", "<eos>", *MOVES)
@@ -208,20 +208,14 @@ class MazeTeacherConfig:
         batch_size: Rows per step; a corpus of fewer distinct rows is trained on whole.
     """
 
-    num_layers: int = setting(8, within="[1, inf)")
-    num_heads: int = setting(8, within="[1, inf)")
-    hidden_size: int = setting(128, within="[1, inf)")
-    num_steps: int = setting(400, within="[1, inf)")
-    learning_rate: float = setting(1e-3, within="(0, inf)")
-    batch_size: int = setting(256, within="[1, inf)")
-    num_documents: int = setting(NUM_DOCUMENTS["train"], within="[1, inf)")
+    num_layers: int = 8
+    num_heads: int = 8
+    hidden_size: int = 128
+    num_steps: int = 400
+    learning_rate: float = 1e-3
+    batch_size: int = 256
+    num_documents: int = NUM_DOCUMENTS["train"]
     seed: int = 0
-
-    def __post_init__(self) -> None:
-        check_bounds(self, "maze teacher")
-        if self.hidden_size % (2 * self.num_heads):
-            what, got = "hidden_size is no even multiple of num_heads", self.hidden_size
-            raise UsageError(what, where="maze teacher", got=got, expected=f"2 x {self.num_heads}")
 
 
 TEACHERS = {"full": MazeTeacherConfig(), "demo": MazeTeacherConfig(4, 8, 64, num_steps=300, learning_rate=4e-3)}

@@ -12,8 +12,8 @@ from matplotlib.image import imread
 
 from benchmarks.maze_task import MazeTask, pool
 from evaluation.maze import Maze
+from evaluation.report import aligned
 from runs import demo
-from shards.console import aligned
 
 WAY = ("up", "right", "right", "down")
 WORDS = ("<bos>", "<eos>", "up", "down", "left", "right")

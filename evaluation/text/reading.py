@@ -33,7 +33,6 @@ from shards.language_model.forward import (
     allow_tf32,
     in_batches,
     largest_batch,
-    memory_bytes,
     require_indexable,
     resolve_device,
 )
@@ -70,7 +69,7 @@ class TokenBudget:
         if device.type != "cuda":
             return cls(1)
         token_bytes = 4 * (FLOATS_PER_LOGIT * num_logits + FLOATS_PER_UNIT * hidden_size)
-        free = max(0, memory_bytes(device) - weight_bytes)
+        free = max(0, torch.cuda.get_device_properties(device).total_memory - weight_bytes)
         return cls(max(1, min(int(MEMORY_SHARE * free) // token_bytes, largest_batch(num_logits, device))))
 
     def run(self, lengths: Sequence[int], context: int, work: Callable[[list[int]], None]) -> None:

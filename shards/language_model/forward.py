@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Literal
@@ -36,13 +36,6 @@ def require_indexable(row_elements: int, device: torch.device, remedy: str) -> N
         raise GdistillError(what, where=device, got=got, expected=expected, remedy=remedy)
 
 
-def memory_bytes(device: torch.device) -> int:
-    """The memory that a device has, whoever else uses it; the host's for a CPU."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_properties(device).total_memory
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-
-
 @dataclass
 class BatchSize:
     """Rows per batch, halved for the rest of the run whenever memory runs out.
@@ -52,14 +45,6 @@ class BatchSize:
     """
 
     rows: int
-
-    def parts(self, num_rows: int) -> Iterator[slice]:
-        """Consecutive parts of 0 .. num_rows - 1, at most ``rows`` each."""
-        start = 0
-        while start < num_rows:
-            part = slice(start, min(start + self.rows, num_rows))
-            yield part
-            start = part.stop
 
     def halve(self, error: BaseException, num_rows: int | None = None) -> None:
         """Back off from a batch of ``num_rows`` rows that did not fit; GdistillError if it had one."""

@@ -19,9 +19,8 @@ from __future__ import annotations
 import heapq
 import math
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
@@ -238,11 +237,12 @@ Gathered = tuple[Slice, dict[str, Tensor]]
 
 
 def gather(reader: ChunkReader, slices: Iterator[Slice], num_workers: int) -> Iterator[Gathered]:
-    """Read the slices' rows, ``num_workers`` threads ahead of the consumer (0: on demand)."""
+    """Read the slices' rows ahead of the consumer; with 0 workers one batch, on one thread."""
     window = _ChunkWindow(reader)
     pending: deque[Future[Gathered]] = deque()
     rows_ahead = 0
-    with _executor(num_workers) as executor:
+    executor = ThreadPoolExecutor(max(1, num_workers), thread_name_prefix="shard-reader")
+    try:
         for part in slices:
             pending.append(window.submit(executor, part))
             rows_ahead += len(part.rows)
@@ -251,10 +251,10 @@ def gather(reader: ChunkReader, slices: Iterator[Slice], num_workers: int) -> It
                 result = pending.popleft().result()
                 rows_ahead -= len(result[0].rows)
                 yield result
-            if num_workers == 0:
-                yield pending.popleft().result()
         while pending:
             yield pending.popleft().result()
+    finally:  # reads not yet started are dropped when the consumer leaves early
+        executor.shutdown(wait=True, cancel_futures=True)
 
 
 class _ChunkWindow:
@@ -304,28 +304,6 @@ def _put_together(part: Slice, futures: Mapping[int, ChunkFuture], rows_per_chun
     return part, arrays
 
 
-class _InlineExecutor(Executor):
-    """Runs what is submitted at once, in the caller's thread."""
-
-    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
-        future: Future[Any] = Future()
-        future.set_result(fn(*args, **kwargs))
-        return future
-
-
-@contextmanager
-def _executor(num_workers: int) -> Iterator[Executor]:
-    """The pool; reads not yet started are dropped when the consumer leaves early."""
-    if num_workers == 0:
-        yield _InlineExecutor()
-        return
-    pool = ThreadPoolExecutor(num_workers, thread_name_prefix="shard-reader")
-    try:
-        yield pool
-    finally:
-        pool.shutdown(wait=True, cancel_futures=True)
-
-
 @dataclass(frozen=True)
 class RowBatch:
     """One rank's rows of one global batch.
@@ -361,7 +339,7 @@ class ShardStream:
         global_batch_size: Rows of a batch over all ranks; a multiple of ``world_size``.
         rank: This process among the ``world_size`` processes.
         world_size: Processes that share each batch.
-        num_workers: Threads that read ahead; 0 reads in the caller's thread, on demand.
+        num_workers: Threads that read ahead; 0 reads a batch ahead.
         shuffle: False keeps the stored order (for validation).
         window_bytes: Decoded chunks that shuffling may keep open, over all ranks.
 

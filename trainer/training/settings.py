@@ -105,7 +105,7 @@ class TrainingConfig:
         precision: bf16 is autocast over float32 weights; fp32 is float32 throughout.
         device: auto is CUDA where there is one.
         sharding: ddp keeps weights, optimiser and average on every process; fsdp shards them.
-        num_workers: Threads that read shards ahead; 0 reads in the training thread.
+        num_workers: Threads that read shards ahead; 0 reads one batch ahead.
         num_noise_draws: Draws of its noise that a row meets, pass by pass, in a circle; none: ever
             new.
         noise_kernel: Keyed noise by torch.compile or not, the same bits; auto compiles it on CUDA.

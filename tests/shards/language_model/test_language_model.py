@@ -13,7 +13,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import psutil
 import pytest
 import torch
 import transformers
@@ -298,7 +297,8 @@ def test_other_errors_are_not_tried_again() -> None:
 
 @pytest.mark.parametrize(("num_rows", "rows"), [(10, 4), (8, 4), (3, 7), (1, 1)])
 def test_parts_cover_every_row_once_and_none_is_larger(num_rows: int, rows: int) -> None:
-    parts = list(BatchSize(rows).parts(num_rows))
+    parts: list[slice] = []
+    in_batches(parts.append, num_rows, BatchSize(rows))
     assert [i for part in parts for i in range(part.start, part.stop)] == list(range(num_rows))
     assert all(part.stop - part.start <= rows for part in parts)
     assert len(parts) == -(-num_rows // rows)
@@ -319,7 +319,6 @@ def test_a_row_that_no_kernel_can_index_is_refused_with_a_way_out() -> None:
     assert caught.value.expected.startswith("at most 2,147,483,647")
     assert caught.value.remedy == "shorter rows"
     assert forward.largest_batch(2**31, GPU) == 1 < 1000 < forward.largest_batch(2**31, CPU)
-    assert forward.memory_bytes(CPU) == psutil.virtual_memory().total, "a CPU has its host's memory"
 
 
 @pytest.mark.parametrize(
