@@ -24,10 +24,11 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from copy import deepcopy
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import requests
@@ -51,9 +52,9 @@ from pipeline.tokens.dataset import PartWriter, TokenDataset, check_identity, pu
 from pipeline.tokens.tokenizer import load_tokenizer, tokenizer_sha256
 from shards.atomic import file_claim, require_writable, write_json_atomic
 from shards.codec.posterior import PosteriorCodec
-from shards.console import Bar
+from shards.console import Bar, without_library_bars
 from shards.errors import GdistillError, UsageError
-from shards.language_model.loading import CausalModel
+from shards.language_model.loading import CausalModel, PretrainedFiles
 from shards.store.manifest import ShardRange
 
 MAX_MEAN_CHANGE_NATS = 0.05
@@ -265,7 +266,6 @@ class StatesTeacher(Teacher):
     of another request, or of another layer, do not pass.
     """
 
-    has_layers: ClassVar[bool] = False
     engine: Engine
 
     def __init__(self, loaded: CausalModel, vocab_size: int) -> None:
@@ -308,12 +308,23 @@ class StatesTeacher(Teacher):
 def _run_states(request: ExtractRequest, worker: Worker) -> list[str]:
     engine, request = _checked_engine(request, _require_tokenizer(request))
 
-    def load(*given: Any, **how: Any) -> Teacher:
-        teacher: Any = StatesTeacher.load(*given, **how)
+    def load(files: PretrainedFiles, *given: Any, **how: Any) -> Teacher:
+        with without_library_bars(reports=False):  # of the layers' weights, which are left out
+            teacher: Any = StatesTeacher.load(without_layers(files), *given, **how)
         teacher.engine = engine
         return teacher
 
     return run_extraction(request, worker, load)
+
+
+def without_layers(files: PretrainedFiles) -> PretrainedFiles:
+    """The same model, of which only what stands before the layers and behind them is to be loaded."""
+    config = deepcopy(files.config)
+    text = config.get_text_config(decoder=True)
+    text.num_hidden_layers = 0
+    if getattr(text, "layer_types", None):
+        text.layer_types = []
+    return replace(files, config=config)
 
 
 # The run.

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -122,9 +122,6 @@ def check_row_length(files: PretrainedFiles, row_length: int) -> None:
 class Teacher:
     """A loaded causal language model; see :meth:`load`."""
 
-    has_layers: ClassVar[bool] = True
-    """Whether its layers run here; False where an engine gives what is behind them."""
-
     def __init__(self, loaded: CausalModel, vocab_size: int) -> None:
         self.files, self.model, self.head = loaded.files, loaded.network, loaded.head
         self.dtype, self.device = loaded.dtype, loaded.device
@@ -162,7 +159,6 @@ class Teacher:
             vocab_size = tokenizer_size(files) or files.num_logits
         check_vocabulary(files.num_logits, vocab_size, files.name)
         how = {"attention": attention, "float32_logits": True, "device_map": device_map}
-        how["has_layers"] = cls.has_layers
         loaded = load_causal_model(files, dtype, place, vocab_size=vocab_size, **how)
         teacher = cls(loaded, vocab_size)
         if compiled:

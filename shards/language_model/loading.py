@@ -1,11 +1,8 @@
 """Causal language models that others trained: a teacher, a scorer of samples, a verifier.
 
 In comes a folder or a hub id; out comes a network in evaluation mode that is what it says: every
-weight there, each position seeing earlier tokens only, context length and vocabulary told from any
-configuration. Code that lies beside a model runs only where the user asked for it.
-
-Everything that can be wrong with a model and be told from its configuration is told here, so that a run fails in its
-first second. A finished run never loads its teacher again; it reads the weights to hash them.
+weight there, each position seeing earlier tokens only. Code that lies beside a model runs only where
+the user asked for it. What its configuration shows to be wrong is refused in the first second.
 """
 
 from __future__ import annotations
@@ -15,7 +12,6 @@ import json
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from copy import deepcopy
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -46,14 +42,9 @@ Role = Literal["teacher", "judge", "verifier", "student", "backbone", "source"]
 
 @dataclass(frozen=True)
 class PretrainedFiles:
-    """A model directory, local or downloaded.
+    """A model directory, local or downloaded, and its configuration.
 
-    Attributes:
-        name: Hub id, or the last part of a local path: what a store remembers.
-        folder: The directory.
-        config: Its parsed configuration.
-        trust_remote_code: Whether the model's own Python code may run.
-        role: What it is wanted for, in messages.
+    ``name`` is the hub id, or the last part of a local path: what a store remembers.
     """
 
     name: str
@@ -98,11 +89,7 @@ class PretrainedFiles:
 
     @property
     def weight_files(self) -> list[Path]:
-        """The weights: safetensors if there are any, else pickled tensors.
-
-        Raises:
-            UsageError: If the directory holds no weights.
-        """
+        """The weights: safetensors if there are any, else pickled tensors."""
         for single in ("model.safetensors", "pytorch_model.bin"):
             index = self.folder / f"{single}.index.json"
             if (self.folder / single).is_file():
@@ -189,11 +176,7 @@ def find_pretrained(
     """The files of a local model directory (``~`` is the home directory) or, downloaded if need be, of a hub id.
 
     Args:
-        location: Directory or hub id.
-        revision: Branch, tag or commit of a hub model.
-        trust_remote_code: Whether the model's own code may run.
         weights: Whether to download the weights too.
-        role: What it is wanted for, in messages.
         local_files_only: Take a hub model from the local cache or not at all.
 
     Raises:
@@ -230,8 +213,7 @@ def find_tokenizer(location: str | Path, role: str = "", *, where: object = None
     """The tokenizer of a folder or, from the local cache unless told, a hub id; without its code.
 
     Raises:
-        UsageError: If there is none, or it cannot be read; it names ``where`` or the location, and
-            what the tokenizer is wanted for (``role``).
+        UsageError: If there is none, or it cannot be read; it names ``where``, else the location.
     """
     try:
         place, here = os.path.expanduser(location), {"local_files_only": local_files_only}
@@ -280,15 +262,10 @@ def not_causal_lm(files: PretrainedFiles, error: BaseException) -> GdistillError
 
 @dataclass(frozen=True)
 class CausalModel:
-    """A loaded model.
+    """A model of transformers in evaluation mode, without gradients; token ids go to ``device``.
 
-    Attributes:
-        files: Where it came from.
-        network: The model of transformers, in evaluation mode, without gradients.
-        head: The float32 output layer put in place of its own, if one was asked for and its own is
-            a plain linear layer.
-        dtype: Precision of the weights.
-        device: Where it runs.
+    ``head`` is the float32 output layer in place of its own, if one was asked for and its own is a
+    plain linear layer.
     """
 
     files: PretrainedFiles
@@ -307,20 +284,17 @@ def load_causal_model(
     attention: str | None = None,
     float32_logits: bool = False,
     device_map: DeviceMap = None,
-    has_layers: bool = True,
 ) -> CausalModel:
     """Load a model's weights and ask it, in one tiny forward pass, whether it is causal.
 
     Args:
-        files: From :func:`find_pretrained`; its role names the model in messages.
+        files: From :func:`find_pretrained`.
         dtype: Precision of weights and activations.
         device: A device that exists; see :func:`resolve_device`.
         vocab_size: V, the columns of the output that are real tokens; its whole width unless told.
         attention: Attention kernel by transformers' name; its own choice unless told.
         float32_logits: Put a float32 head in place of the output layer.
         device_map: Over which devices, if not on ``device`` alone; see :func:`check_device_map`.
-        has_layers: False: only what stands before the layers and behind them, for states that come
-            from elsewhere; no weights of a layer are read.
 
     Raises:
         UsageError: If there are no weights, it is no causal language model, looks ahead, cannot
@@ -333,16 +307,11 @@ def load_causal_model(
         options["device_map"] = device_map if isinstance(device_map, str) else dict(device_map)
     if attention:
         options["attn_implementation"] = attention
-    if not has_layers:
-        options["config"] = deepcopy(files.config)
-        text = options["config"].get_text_config(decoder=True)
-        text.num_hidden_layers = 0
-        if getattr(text, "layer_types", None):
-            text.layer_types = []
     try:
-        with without_library_bars(reports=has_layers):  # one bar per stage, and it is ours
+        with without_library_bars():
             loaded: Any = AutoModelForCausalLM.from_pretrained(
                 files.folder,
+                config=files.config,
                 dtype=getattr(torch, dtype),
                 trust_remote_code=files.trust_remote_code,
                 local_files_only=True,
@@ -378,12 +347,7 @@ def load_causal_model(
 
 
 def check_device_map(device_map: DeviceMap) -> None:
-    """Refuse a device that is not there.
-
-    Args:
-        device_map: ``auto``, ``balanced``, ``balanced_low_0``, ``sequential``, a device, or module name -> device (""
-            names the whole model); None for one device. Accelerate puts whole layers on the devices.
-    """
+    """Refuse a device that is not there, in a map of Accelerate: a word, a device, or module name -> device."""
     if device_map is None or (isinstance(device_map, str) and device_map in AUTOMATIC):
         return
     places = [device_map] if isinstance(device_map, str) else [*device_map.values()]
@@ -448,8 +412,7 @@ def _probe(model: CausalModel, vocab_size: int, float32_logits: bool) -> None:
         raise UsageError(what, where=files.name, got=got, expected=expected, remedy=remedy)
 
 
-# A model type says little: ``AutoModelForCausalLM`` loads a BERT as well, whose log p of a token has seen the token.
-# So the model is asked, in one tiny forward pass.
+# ``AutoModelForCausalLM`` loads a BERT as well, whose log p of a token has seen the token: so the model is asked.
 
 
 LENGTH, NUM_VARIANTS = 8, 3
@@ -471,8 +434,7 @@ def probe_rows(vocab_size: int, length: int) -> Int[Tensor, "b l"]:
 def look_ahead(logits: Float[Tensor, "b l v"], tolerance: float) -> float | None:
     """How far logits before the last position moved, by their spread; None if by rounding alone.
 
-    Root mean squares over the vocabulary, at the position where they are worst. Logits that are
-    not finite count as equal: scoring has an error of its own for those.
+    Root mean squares over the vocabulary, at the worst position; logits that are not finite count as equal.
     """
     earlier = logits[:, :-1].nan_to_num(0.0, 0.0, 0.0)
     spread = earlier[0].std(-1)

@@ -17,7 +17,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from pipeline.engine import Engine, StatesTeacher
+from pipeline.engine import Engine, StatesTeacher, without_layers
 from pipeline.scored import ScoreFiles, row_of_response, same_length, scored_row
 from pipeline.settings import EngineSettings, Worker, resolve_request
 from pipeline.tokens.dataset import PartWriter
@@ -467,7 +467,7 @@ def test_what_stands_behind_the_layers_is_read_without_them(kind: str, tmp_path:
     model.save_pretrained(tmp_path)
     files = find_pretrained(tmp_path)
     before = copy.deepcopy(files.config.to_dict())
-    loaded = load_causal_model(files, float32_logits=True, has_layers=False)
+    loaded = load_causal_model(without_layers(files), float32_logits=True)
     assert files.config.to_dict() == before
     assert has_layers(model) and not has_layers(loaded.network)
     ids = torch.randint(0, 64, (2, 9))
