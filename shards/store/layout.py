@@ -113,14 +113,10 @@ def _contents(store: MemoryStore) -> dict[str, bytes]:
 #           | crc32c of the index (uint32 LE)
 #
 # and an inner chunk is a zstd frame of the rows' bytes (C order, little endian), then the crc32c of
-# the frame. All behind the chunks is the shard's **tail**. The ledger has its hash, and the tail
-# has every chunk's checksum: one look at the tail tells the file that the ledger names from any
-# other that is whole and of equal size, and a chunk of it from any other chunk. Zarr readers look
-# for chunks where the index says and pass over the rest. Stores written before tails have the index
-# only.
-#
-# Metadata that differ in anything from the chain named here are refused before any codec is made.
-# Absent chunks, which Zarr reads as fill values, are errors: a store holds every chunk.
+# the frame. All behind the chunks is the shard's **tail**, whose hash the ledger has: one look at it
+# tells the file that the ledger names from any other of equal size, and each chunk from any other.
+# Zarr readers look for chunks where the index says and pass over the rest. Stores written before
+# tails have the index only. Absent chunks, which Zarr reads as fill values, are errors.
 
 
 ABSENT = 2**64 - 1
@@ -143,13 +139,9 @@ class DamagedShard(Exception):
 
 @dataclass(frozen=True)
 class NativeArray:
-    """How to find and decode the inner chunks of one array.
+    """How to find and decode the inner chunks of one array, of a little-endian dtype.
 
-    Attributes:
-        dtype: Little-endian numpy dtype.
-        row_shape: Shape of one row.
-        rows_per_chunk: Rows of an inner chunk; the last one of the array is stored padded.
-        chunks_per_shard: Inner chunks of a shard, all in the index even if they lie past the end.
+    The array's last chunk is stored padded; chunks of a shard are in the index even if they lie past the end.
     """
 
     dtype: np.dtype[Any]
@@ -232,10 +224,7 @@ def read_array(
         metadata: Its ``zarr.json``.
         read_chunk: A chunk's key, ``3/0`` say -> its bytes.
         expected_shape: None if nobody knows.
-        stored_bytes: Bytes of its chunks' files; a large array that is nearly nothing is refused.
-
-    Raises:
-        DamagedShard: If the metadata are not those of such an array, or a chunk is damaged.
+        stored_bytes: Of its chunks' files; a large array that is nearly nothing is refused.
     """
     try:
         value = json.loads(metadata)

@@ -20,8 +20,10 @@ if TYPE_CHECKING:
     import shards.store.remote
 
 
-def open_location(location: str | Path) -> Location:
-    """The location of a path, a ``file://`` URL or any fsspec URL; UsageError for one that cannot be reached."""
+def open_location(location: str | Path | Location) -> Location:
+    """``location`` itself, or that of a path or any fsspec URL; UsageError for one that cannot be reached."""
+    if not isinstance(location, str | Path):
+        return location
     text = str(location)
     scheme, separator, rest = text.partition("://")
     if not separator:
@@ -33,22 +35,11 @@ def open_location(location: str | Path) -> Location:
     return RemoteLocation(text)
 
 
-def as_location(location: str | Path | Location) -> Location:
-    """``location`` itself, or :func:`open_location` of a path or URL."""
-    return open_location(location) if isinstance(location, str | Path) else location
-
-
-# A store in a folder, and claims by flock: the kernel drops one when its process ends.
-#
-# However that ends, so no claim can be stale. The claim's file is removed on release and, after a
-# kill, by the next process that takes it.
-
-
 CLAIMS = ".claims"
 
 
 class LocalLocation:
-    """A folder on a file system with atomic rename and flock."""
+    """A folder on a file system with atomic rename and flock; no claim outlives its process."""
 
     def __init__(self, root: Path) -> None:
         try:
@@ -106,9 +97,9 @@ class LocalLocation:
         return found
 
     def open_file(self, name: str, record: FileRecord) -> int:
-        """A descriptor of a local file that ``record`` describes: the file itself, or a copy.
+        """A descriptor of a local file that ``record`` describes, for the caller to close.
 
-        A copy has been hashed; the file itself is checked by its reader, chunk by chunk. The caller closes it.
+        A copy has been hashed; the file itself is checked by its reader, chunk by chunk.
         """
         return self._open(name)
 

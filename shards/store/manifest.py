@@ -144,8 +144,8 @@ class Manifest:
         rows_per_shard: Rows of one Zarr shard: the unit of work, of atomicity and of resume.
         rows_per_chunk: Rows of one inner chunk: the unit of reading; divides rows_per_shard.
         tokens: fingerprint of the token dataset, its corpus, ...
-        seed: Seed of everything that extraction drew.
-        versions: Package versions that decide the bytes.
+        seed: Of everything that extraction drew.
+        versions: Of packages that decide the bytes.
         files: Size and hash of every file written once; filled in by the writer.
     """
 
@@ -175,10 +175,7 @@ class Manifest:
         return self.vocab_size
 
     def noise_seed(self, split: str) -> int:
-        """Seed of the position keys of a split's frozen draws.
-
-        In format 1 row r of every split had the same prior draw.
-        """
+        """Seed of a split's frozen draws; in format 1 row r of every split had the same."""
         return self.seed if self.format_version == 1 else derive_seed(self.seed, "noise", split)
 
     @property
@@ -258,11 +255,7 @@ class Manifest:
         return manifest
 
     def difference(self, other: Manifest) -> tuple[str, Any, Any] | None:
-        """The first field that differs, by dotted name (``teacher.weights_sha256``), codec first.
-
-        Returns:
-            The name and both values, "absent" if missing; None if all are equal.
-        """
+        """The first field that differs, by dotted name (``teacher.weights_sha256``), and both values."""
         mine, theirs = self._identity(), other._identity()
         for name in dict.fromkeys([*mine, *theirs]):
             left, right = mine.get(name, "absent"), theirs.get(name, "absent")
@@ -282,8 +275,7 @@ def _file_records(values: Mapping[str, Any]) -> dict[str, FileRecord]:
 def _check(manifest: Manifest) -> None:
     """Refuse what no store of this project says, naming the field: a store may come from anywhere.
 
-    What passes names no file outside the store, asks for no more memory than a chunk may take, and counts no shards
-    without end.
+    What passes names no file outside the store, and bounds memory and the number of shards.
     """
     for name in MAPPINGS:
         value = getattr(manifest, name)
@@ -366,13 +358,9 @@ def _short(value: object) -> str:
 
 @dataclass(frozen=True)
 class ShardRecord:
-    """What a finished shard consists of.
+    """What a finished shard consists of: size and hash of each file by name, the seal of its manifest.
 
-    Attributes:
-        shard: Its rows.
-        manifest_sha256: The seal of the manifest it was written under.
-        files: File name -> size and hash.
-        tails: File name -> hash of its tail, see :mod:`shards.store.layout`; empty in records written before tails.
+    ``tails`` has the hash of each file's tail (:mod:`shards.store.layout`); empty in records written before tails.
     """
 
     shard: ShardRange
@@ -400,10 +388,7 @@ class ShardRecord:
 
 
 def rewrite_remedy(url: str) -> str:
-    """How to get a damaged shard of the store at ``url`` written anew.
-
-    A writer trusts the ledger, sizes and tails, so the record has to go first.
-    """
+    """How to get a damaged shard written anew: a writer trusts the ledger, so the record has to go first."""
     return (
         f"run `gdistill-shards verify {shlex.quote(url)} --forget`, then run the command that wrote"
         " the store again: it writes this shard anew and keeps the others"
@@ -439,10 +424,8 @@ def read_record(location: Location, manifest: Manifest, shard: ShardRange) -> Sh
 
 # How the numbers of a store were computed: recorded beside its identity, not in it.
 #
-# Bits of a float result belong to one compute environment: the device, the kernels that its CPU
-# chooses, threads, rows of a forward pass, library versions. Another one gives another last bit,
-# which is no other content. So ``computed.json`` lists them, the first writer's first, and
-# nothing that reads or resumes a store asks for more than that the list can be read.
+# Another compute environment (device, kernels, threads, rows of a forward pass, versions) gives another
+# last bit, which is no other content. ``computed.json`` lists them, the first writer's first.
 
 
 def read_ways(place: Location) -> list[dict[str, Any]]:

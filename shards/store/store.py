@@ -17,7 +17,7 @@ import math
 import os
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from typing import TypeVar
 
@@ -37,7 +37,7 @@ from shards.store.layout import (
     read_array,
     read_file_range,
 )
-from shards.store.location import Location, as_location, open_location
+from shards.store.location import Location, open_location
 from shards.store.manifest import (
     COUNTED,
     LEDGER,
@@ -60,18 +60,14 @@ class ShardStore:
 
     @classmethod
     def open(cls: type[Opened], location: str | Path | Location, *, allow_incomplete: bool = False) -> Opened:
-        """Open a store and check its manifest and that every shard is in the ledger.
-
-        Args:
-            location: A folder or URL.
-            allow_incomplete: Accept a store whose extraction has not finished.
+        """Open a store (folder or URL): its manifest is checked, and that every shard is in the ledger.
 
         Raises:
             UsageError: If no store is there.
             GdistillError: If a newer format wrote it.
             IntegrityError: If the manifest was altered, or shards are missing.
         """
-        place = as_location(location)
+        place = open_location(location)
         where = f"{place.url}/{MANIFEST_FILE}"
         try:
             manifest = Manifest.from_bytes(place.read(MANIFEST_FILE), where)
@@ -213,23 +209,16 @@ def _require_codecs_arrays(manifest: Manifest, codec: Codec, where: str) -> None
         raise IntegrityError("a resource is missing", where=where, got=", ".join(sorted(missing)))
 
 
-# The rows of one split: never a fill value, never an altered byte.
-#
-# Before a shard is read, its ledger record must be there and sound. Its files must have the recorded size and the
-# recorded tail, which names every chunk by its checksum: a whole file of another shard, or of an older run, is refused
-# when it is first met. (Shards of versions before tails are hashed whole then.) Every inner chunk has its crc32c, and
-# a remote file is hashed when it is copied into the cache. What a chunk says must be possible: tokens below V, finite
-# numbers, ids below V.
-
-
 class SplitReader:
-    """The rows of one split; ``arrays`` narrows what is read (None reads every array).
+    """The rows of one split: never a fill value, never an altered byte.
 
-    Attributes:
-        split: Its name.
-        num_rows: Rows in the split.
-        rows_per_chunk: Rows of a chunk; the last chunk may be short.
-        num_chunks: Chunks in the split.
+    Before a shard is read, its ledger record must be there and sound. Its files must have the recorded size and the
+    recorded tail, which names every chunk by its checksum: a whole file of another shard, or of an older run, is
+    refused when it is first met. (Shards of versions before tails are hashed whole then.) Every inner chunk has its
+    crc32c, and a remote file is hashed when it is copied into the cache. What a chunk says must be possible: tokens
+    below V, finite numbers, ids below V.
+
+    ``arrays`` narrows what is read (None reads every array); the last chunk may be short.
 
     Raises:
         IntegrityError: If an array's metadata are missing, altered, or of another kind than this project writes.
@@ -249,7 +238,7 @@ class SplitReader:
         self.rows_per_chunk = manifest.rows_per_chunk
         self.num_chunks = -(-self.num_rows // self.rows_per_chunk)
         names = list(dict.fromkeys(manifest.all_arrays if arrays is None else arrays))
-        self._files: dict[int, dict[str, tuple[int, bytes, bytes]]] = {}  # of shards met: 300 bytes a file
+        self._record = cache(self._read_record)  # of every shard met: under 1 KB a file
         self._arrays = {name: self._open(name) for name in names}
 
     @property
@@ -297,15 +286,8 @@ class SplitReader:
 
     def _file(self, shard: int, name: str) -> tuple[str, FileRecord, str | None]:
         """Name, size and hash of a shard's file, and the hash of its tail if the ledger has it."""
-        names = self.manifest.shard_files(self.manifest.shard(self.split, shard))
-        if shard not in self._files:
-            record, tails = (found := self._read_record(shard)).files, found.tails
-            self._files[shard] = {
-                array: (record[file].num_bytes, bytes.fromhex(record[file].sha256), bytes.fromhex(tails.get(file, "")))
-                for array, file in names.items()
-            }
-        num_bytes, sha256, tail = self._files[shard][name]
-        return names[name], FileRecord(num_bytes, sha256.hex()), tail.hex() or None
+        record, file = self._record(shard), self.manifest.shard_file(self.split, name, shard)
+        return file, record.files[file], record.tails.get(file)
 
     def read_chunk(self, index: int) -> dict[str, np.ndarray]:
         """The rows of one inner chunk: array name -> [rows, L, *trailing].

@@ -9,7 +9,7 @@ from typing import Any
 
 from shards.atomic import FileRecord
 from shards.errors import GdistillError, IntegrityError
-from shards.store.location import Location, as_location
+from shards.store.location import Location, open_location
 from shards.store.manifest import COMPUTED_FILE, MANIFEST_FILE, Manifest, ShardRange, read_record, rewrite_remedy
 from shards.store.store import ShardStore
 
@@ -108,7 +108,7 @@ def verify(location: str | Path | Location, advance: Progress | None = None) -> 
     Raises:
         GdistillError: If the place cannot be read at all.
     """
-    place = as_location(location)
+    place = open_location(location)
     try:
         data = place.read(MANIFEST_FILE)
     except FileNotFoundError:
@@ -183,7 +183,7 @@ def forget(location: str | Path | Location, problems: list[Problem]) -> list[Sha
     Raises:
         GdistillError: If the place cannot be written.
     """
-    place = as_location(location)
+    place = open_location(location)
     shards = sorted({p.shard for p in problems if p.shard}, key=lambda s: (s.split, s.index))
     if not shards:
         return []

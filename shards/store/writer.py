@@ -17,7 +17,7 @@ import numpy as np
 from shards.atomic import FileRecord
 from shards.errors import GdistillError, IntegrityError, UsageError
 from shards.store.layout import check_arrays, encode_shard, native_array, static_files
-from shards.store.location import Location, as_location
+from shards.store.location import Location, open_location
 from shards.store.manifest import MANIFEST_FILE, Manifest, ShardRange, ShardRecord, read_record
 
 
@@ -47,7 +47,7 @@ class ShardWriter:
         Raises:
             UsageError: If a store of another identity is there; names the first differing field.
         """
-        place = as_location(location)
+        place = open_location(location)
         content = static_files(manifest, resources)
         clash = sorted(set(content) & set(files or {}))
         if clash:
@@ -62,10 +62,9 @@ class ShardWriter:
         return writer
 
     def _release_dead_claims(self) -> None:
-        """Remove what a writer left that was killed between a ledger record and its release.
+        """Remove claims of finished shards, left by a writer that was killed before it released them.
 
-        Only claims of finished shards: taking another one, however briefly, could make a living
-        writer skip a shard that is still to be done.
+        Taking another one, however briefly, could make a living writer skip a shard that is still to be done.
         """
         left = set(self.location.claims())
         for split in self.manifest.splits if left else ():
@@ -119,10 +118,7 @@ class ShardWriter:
 
     @contextmanager
     def claim(self, shard: ShardRange) -> Iterator[bool]:
-        """Reserve a shard before the work of computing it.
-
-        Gives False if another process holds it or has finished it meanwhile: then skip it.
-        """
+        """Reserve a shard; gives False if another process holds it or has finished it: then skip it."""
         with self.location.claim(shard.claim_name, wait=False) as mine:
             if not mine or self.is_done(shard):
                 yield False
@@ -139,8 +135,8 @@ class ShardWriter:
         Args:
             shard: One of :meth:`pending`.
             arrays: ``tokens`` [rows, L] int32, ``token_log_probs`` [rows, L] float32 and the
-                codec's arrays [rows, L, *trailing], exactly of the manifest's dtypes. Position 0
-                has no teacher distribution and is zero-filled but in ``tokens``.
+                codec's arrays [rows, L, *trailing], of the manifest's dtypes. Position 0 has no
+                teacher distribution and is zero but in ``tokens``.
 
         Raises:
             UsageError: If an array is missing, unknown, or of another dtype or shape.

@@ -11,7 +11,7 @@ import torch
 
 from pipeline import extract
 from shards.errors import UsageError
-from shards.store.location import as_location
+from shards.store.location import open_location
 from shards.store.manifest import COMPUTED_FILE, read_ways, record_ways
 from shards.store.verification import verify
 from tests.pipeline.conftest import Asked
@@ -63,7 +63,7 @@ def test_later_workers_compute_as_the_first(tmp_path: Path, asked: Asked, said: 
     half_done(tmp_path)
     (tmp_path / "store" / COMPUTED_FILE).unlink()
     on_gpu = {"device": "NVIDIA H100", "threads": 0, "rows_per_pass": 1 << 20}
-    record_ways(as_location(tmp_path / "store"), [on_gpu])
+    record_ways(open_location(tmp_path / "store"), [on_gpu])
     own = read_ways(run(tmp_path, asked(batch_size=None, threads=None)).location)[-1]
     assert own["rows_per_pass"] < 1 << 20 and own["threads"] == torch.get_num_threads()
 
