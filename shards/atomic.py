@@ -48,8 +48,7 @@ def make_folders(folder: Path) -> None:
 def write_bytes_atomic(path: Path, data: bytes) -> None:
     """Write ``data`` so that ``path`` never holds a part of it, whatever kills the process.
 
-    The temporary name is one that no other process has, on any machine that shares the folder. A killed process leaves
-    it behind, ``.NAME.<32 hex digits>.tmp``: never read; see :func:`discard_leftovers`.
+    A killed process leaves ``.NAME.<32 hex digits>.tmp`` behind, a name of its own: see :func:`discard_leftovers`.
     """
     make_folders(path.parent)
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
@@ -87,10 +86,8 @@ def append_line(path: Path, line: str) -> None:
 def publish_folder(work: Path, final: Path) -> None:
     """Rename a finished folder, with everything in it on disk before its name is.
 
-    A folder of that name goes first: at any time ``final`` is the old one, absent, or whole.
-
-    Libraries that write into it leave their files to the page cache, and safetensors its own to
-    their owner alone: files get what the umask left of the folder's mode.
+    A folder of that name goes first: at any time ``final`` is the old one, absent, or whole. Files get what
+    the umask left of the folder's mode, as safetensors leaves its own to their owner alone.
     """
     readable = work.stat().st_mode & 0o666
     for path in sorted(work.rglob("*"), reverse=True):  # files before the folders that name them
@@ -173,8 +170,8 @@ def sha256_hex(value: object) -> str:
     raise UsageError("not a sha256", got=repr(value)[:80])
 
 
-# A file or folder held by one process. The kernel drops a lock when its process ends, however that ends, so no claim
-# is stale. Its file goes on release or, after a kill, with the next holder's.
+# A file or folder held by one process: the kernel drops a lock when its process ends, so no claim is stale. Its file
+# goes on release or, after a kill, with the next holder's.
 
 
 LOCK_FILE = ".lock"

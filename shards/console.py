@@ -33,13 +33,11 @@ def run_command(app: Callable[..., object], /, **others: Callable[..., object]) 
     """Run a Typer app; whatever the user got wrong becomes one line on stderr and an exit code.
 
     A :class:`GdistillError` brings its own code, a wrong option 2. Of several processes with the
-    same wrong request only the first one says so. ``GDISTILL_TRACEBACK=1`` lets the traceback of a
-    :class:`GdistillError` through, for developers.
+    same wrong request only the first one says so. ``GDISTILL_TRACEBACK=1`` lets tracebacks through.
 
     Args:
         app: The command.
-        others: Further commands by the first word that calls them, or what makes one
-            (``settings``).
+        others: Further commands by the first word that calls them, or what makes one (``settings``).
     """
     try:
         sys.exit(_call(app, others))
@@ -163,7 +161,7 @@ def progress_bar(
     Args:
         description: The stage, in a word or two.
         total: Units in the whole stage; None when unknown.
-        unit: What is counted (tokens unless told).
+        unit: What is counted.
         done: Units that an earlier, interrupted run finished.
         main_process: Whether this process shows the bar; others get a silent handle.
     """
@@ -188,11 +186,7 @@ def progress_bar(
 
 @contextmanager
 def without_library_bars(reports: bool = True) -> Iterator[None]:
-    """One progress bar per stage, and it is ours: models load and save without transformers'.
-
-    Args:
-        reports: Whether transformers may say which weights it leaves out.
-    """
+    """One progress bar per stage, and it is ours; ``reports``: transformers may say which weights it leaves out."""
     from transformers.utils import logging as transformers_logging
 
     shown = transformers_logging.is_progress_bar_enabled()

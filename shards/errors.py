@@ -78,13 +78,9 @@ def first_line(error: BaseException) -> str:
 
 
 def safe_name(name: str) -> str:
-    """``name`` itself, if it is a plain relative path with forward slashes.
+    """``name`` itself, if it means the same file below any folder, on any system; else a UsageError.
 
-    No root, no ``..``, no ``.``, no doubled or closing slash, no backslash, no control character:
-    what is left means the same file below any folder, on any system.
-
-    Raises:
-        UsageError: For any other name.
+    No root, no ``..``, no ``.``, no doubled or closing slash, no backslash, no control character.
     """
     plain = (
         isinstance(name, str)
@@ -101,11 +97,7 @@ def safe_name(name: str) -> str:
 
 
 def path_inside(folder: Path, name: str) -> Path:
-    """``folder / name`` for writing: also no folder on the way is a link that leads elsewhere.
-
-    Raises:
-        UsageError: If the name, or the folder it lies in, leaves ``folder``.
-    """
+    """``folder / name`` for writing; a UsageError also where a link on the way leads out of ``folder``."""
     path = folder / safe_name(name)
     if not path.parent.resolve().is_relative_to(folder.resolve()):
         raise UsageError("a file name leaves the store", where=path, got=path.parent.resolve())
@@ -119,14 +111,7 @@ class Stopped(GdistillError):
 
 
 class StopRequest:
-    """Turns the first signal into a flag; a second SIGINT interrupts at once.
-
-    Args:
-        numbers: The signals that are caught.
-
-    Attributes:
-        signal_number: The signal received; None while there is none.
-    """
+    """Turns the first of some signals into a flag, ``signal_number``; a second SIGINT interrupts at once."""
 
     def __init__(self, *numbers: signal.Signals) -> None:
         self.signal_number: int | None = None

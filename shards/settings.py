@@ -39,10 +39,9 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 def setting(default: Any = MISSING, meaning: str = "", *, within: str = "", factory: Any = MISSING) -> Any:
-    """A field of a settings dataclass.
+    """A field of a settings dataclass, required without a default.
 
     Args:
-        default: Its default; left out, the setting is required.
         meaning: What it decides, for people.
         within: Interval of its values, ``"(0, 1]"``; None passes where the type allows it.
         factory: In place of a default: a dataclass of further settings.
@@ -52,11 +51,7 @@ def setting(default: Any = MISSING, meaning: str = "", *, within: str = "", fact
 
 
 def check_bounds(config: Any, where: str = "") -> None:
-    """Refuse a number outside the interval that its field declares.
-
-    Raises:
-        UsageError: Naming the setting, below ``where``.
-    """
+    """Refuse a number outside the interval that its field declares; the UsageError names it below ``where``."""
     for field in dataclasses.fields(config):
         interval, value = field.metadata.get("within"), getattr(config, field.name)
         if not interval or value is None:
@@ -214,10 +209,7 @@ def default_of(field: dataclasses.Field[Any]) -> Any:
 
 @cache
 def code_version() -> str:
-    """``0.1.0`` of an installed package, ``0.1.0+g1a2b3c4d5e6f`` in a checkout.
-
-    ``.dirty`` behind it says that files under version control differ from the commit.
-    """
+    """``0.1.0`` of an installed package, ``0.1.0+g1a2b3c4d5e6f`` in a checkout, with ``.dirty`` if files differ."""
     try:
         release = version("gdistill")
     except PackageNotFoundError:

@@ -91,12 +91,7 @@ def _is(plane: str, name: str) -> bool:
 
 @dataclass(frozen=True)
 class FrequencyOrder:
-    """Ids by falling unigram probability, ties by id.
-
-    Attributes:
-        id_of_rank: [V] int64.
-        rank_of_id: [V] int64, its inverse.
-    """
+    """Ids by falling unigram probability, ties by id: two permutations, [V] int64, each the other's inverse."""
 
     id_of_rank: Int[Tensor, "v"]
     rank_of_id: Int[Tensor, "v"]
@@ -119,13 +114,11 @@ SMALLEST_SHARE = 4
 def most_probable_tokens(
     log_probs: Float[Tensor, "n v"], num_entries: int
 ) -> tuple[Float[Tensor, "n m"], Int[Tensor, "n m"]]:
-    """The M largest of each row, largest first, and their ids (int64).
+    """The M largest of each row, largest first, and their ids (int64); of equal ones at the border any.
 
     The costliest step of encoding, made cheap: ``torch.topk`` takes 5 us for 64 of 512 entries on one CPU core and 110
-    us for 64 of 50,257, more than a third of which a small teacher's own forward pass takes. Two remedies, both exact:
-    numpy's partition is vectorised (2 us); and with V cut into blocks of 8, the k largest entries lie in the k blocks
-    with the largest maxima, so only 8 k entries need to be ranked (30 us). Among equal probabilities at the border any
-    may be chosen, as by ``torch.topk``.
+    us for 64 of 50,257. Two remedies, both exact: numpy's partition is vectorised (2 us); and with V cut into blocks
+    of 8, the k largest entries lie in the k blocks with the largest maxima: 8 k entries are ranked (30 us).
     """
     if log_probs.device.type != "cpu":
         values, ids = log_probs.topk(num_entries, dim=-1)

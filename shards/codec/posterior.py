@@ -108,12 +108,7 @@ class PosteriorCodec(FreshDraws):
     ) -> dict[str, Tensor]:
         """Arrays of n positions from their k most probable tokens alone, as engines give them.
 
-        Args:
-            ids: Most probable first; -1 where fewer than k are known.
-            log_probs: Nats; -inf where the id is -1.
-            tokens: The tokens of the text.
-            log_p: Their log-probabilities, nats.
-            resources: With ``unigram_log_probs`` [V].
+        ``ids`` come most probable first, -1 where fewer than k are known; ``log_probs`` are nats, -inf there.
 
         Raises:
             UsageError: If the codec keeps whole distributions (M >= V), which k tokens are not.

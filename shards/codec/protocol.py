@@ -52,8 +52,8 @@ class TeacherOutput:
     """What the teacher says of B rows: for each of T = L - 1 scored tokens (positions 1..L-1).
 
     Attributes:
-        log_probs: [B, T, V] float32, nats, normalised; log_probs[:, i] is the distribution of the
-            token at position i + 1.
+        log_probs: [B, T, V] float32, nats, normalised; [:, i] is the distribution of the token at
+            position i + 1.
         tokens: [B, T] int64, the tokens scored (row[:, 1:]).
         rows: [B] int64, row index in the split: keys the counter-based generator.
         hidden: [B, T, D] last hidden state fed to the LM head, when the codec asks for it.
@@ -100,16 +100,12 @@ class Codec(Protocol):
     def decode(self, arrays: Arrays, tokens: Tokens, log_p: LogProbs, keys: PositionKeys, resources: Arrays) -> Noise:
         """Noise of n positions from their arrays ([n, *trailing]).
 
-        For a codec that stores a draw, ``keys`` must have the seed that ``encode`` was given; for
-        one that does not, their seed and draw number choose the draw.
+        ``keys`` choose the draw; for a codec that stores one they must have the seed of ``encode``.
         """
         ...
 
     def cut(self, arrays: Arrays) -> Arrays:
-        """The arrays of some rows, on the host, without slots that none of them uses.
-
-        ``decode`` gives the same from them. All of the arrays, where every slot is used.
-        """
+        """The arrays of some rows, on the host, without slots that none of them uses."""
         return arrays
 
     def check_ids(self, arrays: Mapping[str, np.ndarray], vocab_size: int) -> str:
@@ -132,10 +128,7 @@ class Codec(Protocol):
         raise UsageError(what, where=f"codec {self.name}", remedy=remedy)
 
     def prior(self, keys: PositionKeys, vocab_size: int) -> KeyedPrior:
-        """Noise to sample with: cut off as :meth:`decode` cuts off what the student trains on.
-
-        The untruncated prior, unless a codec cuts.
-        """
+        """Noise to sample with: cut off as :meth:`decode` cuts off what the student trains on."""
         return KeyedPrior(keys, vocab_size)
 
 
@@ -161,11 +154,7 @@ PART_ELEMENTS = {"cpu": 1 << 20, "cuda": 1 << 23}
 
 
 def encode_in_parts(output: TeacherOutput, encode: Callable[[slice], dict[str, Tensor]]) -> dict[str, Tensor]:
-    """Encode some of the B x T positions at a time; arrays [B, T, ...].
-
-    A codec makes several temporaries as large as the log-probabilities it is given; this keeps
-    them small. The result does not depend on the parts.
-    """
+    """Encode some of the B x T positions at a time, so that temporaries stay small; arrays [B, T, ...]."""
     device = output.log_probs.device.type
     step = max(1, PART_ELEMENTS.get(device, 1 << 20) // output.log_probs.shape[-1])
     starts, shape = range(0, output.tokens.numel(), step), output.tokens.shape

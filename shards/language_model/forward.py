@@ -67,11 +67,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def in_batches(work: Callable[[slice], None], num_rows: int, size: BatchSize) -> None:
-    """Do ``work`` on all rows, batch by batch; where memory runs out, the size is halved for good.
-
-    Raises:
-        GdistillError: If a single row does not fit.
-    """
+    """Do ``work`` on all rows, batch by batch; where memory runs out, the size is halved for good."""
     start = 0
     while start < num_rows:
         part, failure = slice(start, min(start + size.rows, num_rows)), None
@@ -95,11 +91,7 @@ DtypeName = Literal["float32", "bfloat16"]
 
 
 def resolve_device(name: str) -> torch.device:
-    """``auto``, ``cpu``, ``cuda`` or ``cuda:N`` as a device that this PyTorch can compute on.
-
-    Raises:
-        UsageError: If there is no such device here, or it is of another type.
-    """
+    """``auto``, ``cpu``, ``cuda`` or ``cuda:N`` as a device that this PyTorch can compute on; else a UsageError."""
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     device, what = None, "unknown device"
@@ -118,14 +110,11 @@ def resolve_device(name: str) -> torch.device:
 
 
 def allow_tf32(device: torch.device) -> str:
-    """Let this process's float32 matrix products run as TF32 on a GPU that has it.
+    """Let this process's float32 matrix products run as TF32 on a GPU that has it; which of both runs.
 
     For what tolerates inputs of 10 bits: samples of a student, perplexity under a judge.
     Extraction does not: log p of a token moves by up to 0.04 nats (emulated on a CPU), and is
     promised to 2e-4. ``NVIDIA_TF32_OVERRIDE=0`` turns it off.
-
-    Returns:
-        What runs: ``TF32`` or ``float32``.
     """
     if device.type != "cuda" or os.environ.get("NVIDIA_TF32_OVERRIDE") == "0":
         return "float32"
@@ -142,12 +131,7 @@ def allow_tf32(device: torch.device) -> str:
 
 
 class Float32Head(nn.Module):
-    """Takes the place of a model's output layer and remembers what went through it.
-
-    Attributes:
-        last_hidden: [B, T, D] its last input, in the model's precision.
-        last_logits: [B, T, V] its last output.
-    """
+    """Takes the place of a model's output layer and remembers its last input [B, T, D] and output [B, T, V]."""
 
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__()

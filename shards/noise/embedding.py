@@ -50,10 +50,7 @@ def uniform_rates(arrivals: Float[Tensor, "*s"], tau: float) -> Float[Tensor, "*
 
 
 def gaussian_rates(arrivals: Float[Tensor, "*s"], tau: float) -> Float[Tensor, "*s"]:
-    """exp(tau z) with z = Phi^-1(exp(-F)): standard normal a priori.
-
-    The smaller of exp(-F) and 1 - exp(-F) goes into the quantile function, so both tails keep their precision.
-    """
+    """exp(tau z) with z = Phi^-1(exp(-F)): standard normal a priori; both tails keep their precision."""
     tiny = torch.finfo(torch.float32).tiny
     lower = torch.special.ndtri(torch.exp(-arrivals).clamp_min(tiny))
     upper = -torch.special.ndtri(-torch.expm1(-arrivals.clamp_min(tiny)))
@@ -91,8 +88,7 @@ class Noise(OfPositions):
     """n positions x V vocabulary entries of arrival times F = exp(-xi), float32, read in tiles.
 
     Nothing asks for the whole [n, V] tensor: readers walk the vocabulary, and a tile that is asked for twice (in
-    forward and in backward) has the same bits both times. (Over other positions the product behind the codec
-    ``hidden`` may round its last bit differently, since matrix products do.)
+    forward and in backward) has the same bits both times.
     """
 
     vocab_size: int
@@ -113,12 +109,7 @@ class Noise(OfPositions):
         return -self.tile(start, self.vocab_size if stop is None else stop).log()
 
     def softmax_embed(self, weight: Weight, weighting: Weighting | None = None) -> Embeddings:
-        """softmax(xi) @ weight in float32, without the [n, V] softmax; differentiable in weight.
-
-        Args:
-            weight: [V, D], one row per vocabulary id.
-            weighting: tau, a transform of the noise, a prior over ids; softmax(xi) by default.
-        """
+        """softmax(xi) @ weight in float32, without the [n, V] softmax; differentiable in weight [V, D]."""
         walk = Walk(self, weighting or Weighting())
         return TiledProjection.apply(walk, weight, product_dtype(weight))
 
@@ -185,11 +176,7 @@ def product_dtype(weight: Tensor) -> torch.dtype:
 
 
 class TiledProjection(torch.autograd.Function):
-    """(walk, W [V, D], product dtype) -> [n, D] float32; gradient for W only.
-
-    Sums of weights, and of tiles' products, are kept in float32; a tile's own product has the
-    precision of the product dtype.
-    """
+    """(walk, W [V, D], dtype of a tile's product) -> [n, D], sums in float32; gradient for W only."""
 
     @staticmethod
     def forward(ctx: Any, walk: Walk, weight: Float[Tensor, "v d"], dtype: torch.dtype) -> Float[Tensor, "n d"]:
@@ -224,10 +211,7 @@ class TiledProjection(torch.autograd.Function):
 
 
 def add_product(total: Tensor, left: Tensor, right: Tensor, *, first: bool = False) -> None:
-    """total += left @ right in place, summed in total's precision; ``first`` overwrites instead.
-
-    Overwriting spares a large gradient its zero-fill and one pass.
-    """
+    """total += left @ right in place, in total's precision; ``first`` overwrites, which spares a zero-fill."""
     if left.dtype != total.dtype:
         product = left @ right
         total.copy_(product) if first else total.add_(product)

@@ -66,11 +66,7 @@ def gumbel_argmax(log_probs: Float[Tensor, "*batch v"], arrivals: Float[Tensor, 
 
 
 class TokenNoise(Noise):
-    """Noise whose entry of the observed token is known by itself.
-
-    Subclasses say what the others are, by arrival time and, where that is not all, by xi; the
-    token's own entry among them counts for nothing.
-    """
+    """Noise whose entry of the observed token is known by itself; among the others it counts for nothing."""
 
     tokens: Int[Tensor, "n"]
     token_gumbels: PerPosition
@@ -139,10 +135,8 @@ class KeyedPosterior(TokenNoise):
     argmax of log p + xi at every position; with approximate probabilities it is nearly always.
 
     Attributes:
-        keys: Seed, rows, positions and draw.
         tokens: [n] int64, the observed tokens.
         token_log_probs: [n] float32, their exact log-probabilities, nats.
-        probabilities: The teacher's distribution at the n positions.
         is_prior: [n], positions where the tokens are as good as not observed: F_x = E_0 and
             F_j = E_j, prior noise. None where all are observed.
     """
@@ -231,14 +225,7 @@ class ById(NamedTuple):
 
 @dataclass(frozen=True)
 class Entries(OfPositions):
-    """Up to m (id, value) pairs at each of n positions.
-
-    Attributes:
-        ids: [n, m] int64; the used ones of a row are distinct.
-        values: [n, m] float32.
-        used: [n, m]; the other slots count for nothing.
-        vocab_size: V.
-    """
+    """Up to m (id, value) pairs at each of n positions; the used ids of a row are distinct."""
 
     ids: Int[Tensor, "n m"]
     values: Float[Tensor, "n m"]
@@ -270,11 +257,7 @@ class Entries(OfPositions):
         return parts
 
     def _sorted(self, width: int) -> list[ById]:
-        """Of ``width`` consecutive positions at a time.
-
-        All parts are sorted, and the entries of all tiles counted, at once: a GPU is waited for
-        twice, however many parts and tiles there are.
-        """
+        """Of ``width`` consecutive positions at a time, all at once: a GPU is waited for twice."""
         rows, slots = self.used.nonzero(as_tuple=True)
         part = rows // width
         keys, order = (part * self.vocab_size + self.ids[rows, slots]).sort(stable=True)
@@ -292,13 +275,7 @@ class Entries(OfPositions):
 
 @dataclass(frozen=True)
 class HeadAndTail(Probabilities):
-    """A few known probabilities per position, the rest spread in proportion to the unigram.
-
-    Attributes:
-        head: The known probabilities.
-        tail_scale: [n] float32; an id not listed has probability tail_scale * unigram_probs[id].
-        unigram_probs: [V] float32.
-    """
+    """A few known probabilities per position; any other id has tail_scale * unigram_probs[id]."""
 
     head: Entries
     tail_scale: PerPosition

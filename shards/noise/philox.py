@@ -48,10 +48,8 @@ WordList = list[Tensor]
 class OfPositions(ABC):
     """A frozen dataclass whose tensors have one entry, or row, for each of n positions.
 
-    Fields that have ``select`` and ``to`` of their own are asked; numbers and functions stay.
-
-    Attributes:
-        of_vocabulary: Fields that speak of vocabulary ids instead.
+    Fields that have ``select`` and ``to`` of their own are asked; numbers and functions stay, and so
+    do the fields ``of_vocabulary``.
     """
 
     of_vocabulary: ClassVar[tuple[str, ...]] = ()
@@ -148,15 +146,7 @@ def round_keys(seed: int) -> list[tuple[int, int]]:
 
 
 def philox4x32(counter: Words, seed: int) -> Words:
-    """Four words per counter.
-
-    Args:
-        counter: Four int64 tensors with values below 2^32, of shapes that broadcast.
-        seed: The key, low word first.
-
-    Returns:
-        Four int64 tensors with values below 2^32.
-    """
+    """Four words per counter of four words: int64 tensors with values below 2^32, of shapes that broadcast."""
     return _rounds(*counter, round_keys(seed))
 
 
@@ -249,10 +239,9 @@ def stream_exponentials(keys: PositionKeys, stream: int, count: int) -> Float[Te
 
 
 def shared_rounds(keys: PositionKeys, start: int, stop: int) -> tuple[WordList, WordList]:
-    """Two rounds in factored form: c0 = r0 ^ s0, c1 = s1, c2 = r2 ^ s2, c3 = r3.
+    """Two rounds in factored form, [r0, r2, r3], each [n, 1], and [s0, s1, s2], each [1, blocks].
 
-    Returns:
-        [r0, r2, r3], each [n, 1], and [s0, s1, s2], each [1, blocks].
+    c0 = r0 ^ s0, c1 = s1, c2 = r2 ^ s2, c3 = r3.
     """
     device = keys.rows.device
     return keys.row_rounds, _column_rounds(keys.seed, keys.draw, start, stop, device)
@@ -349,10 +338,7 @@ def use_noise_kernel(kernel: str, device: torch.device | str = "cpu") -> str:
 
     ``compiled`` compiles at once (some seconds) and is compared with ``eager`` on the device: bit
     for bit on a CPU, within 2 units of the last place on a GPU. ``auto`` does so on CUDA, where the
-    eager one is bound by memory traffic, and stays with ``eager`` elsewhere, or where it cannot be compiled.
-
-    Returns:
-        Why ``auto`` went without the compiled kernel on a CUDA device; else empty.
+    eager one is bound by memory traffic, and says why it had to stay with ``eager`` there.
 
     Raises:
         UsageError: For an unknown name.

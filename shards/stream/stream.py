@@ -1,8 +1,5 @@
 """Rows of a store in training order: shuffled, resumable, the same for every world size.
 
-    store --read_chunk--> decoded chunks --order--> global batch b --slice--> this rank's rows
-           (threads)       (kept until their last row)
-
 Global batch b of an epoch is positions b * G .. (b + 1) * G - 1 of the epoch's order, the same rows
 for every world size and number of workers. A split that the window holds is permuted whole (then a
 rank may have to read all of it); see :class:`LaneOrder` for larger ones. When shuffling, an epoch
@@ -201,9 +198,7 @@ class ChunkReader(Protocol):
     """What a stream needs of a split of a store."""
 
     @property
-    def fingerprint(self) -> str:
-        """Names the rows and their content; another store or split has another one."""
-        ...
+    def fingerprint(self) -> str: ...
 
     @property
     def num_rows(self) -> int: ...
@@ -313,8 +308,7 @@ class RowBatch:
         row_ids: Row index in the split, [b] int64.
         slots: Index in the global batch, [b] int64.
         num_global_rows: Rows of the global batch over all ranks.
-        epoch: Which pass over the data.
-        step: Global batches handed out before this one, earlier epochs included, of whatever sizes they were.
+        step: Global batches handed out before this one, earlier epochs included.
     """
 
     arrays: dict[str, Tensor]
