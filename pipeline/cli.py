@@ -146,10 +146,7 @@ def extract(
 def run(request: ExtractRequest, worker: Worker, tokens_only: bool = False) -> list[str]:
     """Do whatever of a run is not done yet, wherever its teacher runs; what there is to say at the end.
 
-    Args:
-        request: What is asked for.
-        worker: This process.
-        tokens_only: Stage 1 alone: of a teacher no weights are read.
+    ``tokens_only``: stage 1 alone, which reads no weights of a teacher.
 
     Raises:
         UsageError: If the request cannot be met, or differs from what is there.

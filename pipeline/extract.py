@@ -275,14 +275,8 @@ class Extractor(ShardWork):
 class ComputeEnvironment:
     """What decides the last bits of a forward pass.
 
-    The first worker's is recorded, and others take over threads and rows of a pass. The rest they
-    can only have or not; one that differs there says so.
-
-    Attributes:
-        device: ``cpu``, or the GPU's name; ``4 x`` before it where the teacher lies on several.
-        threads: CPU threads of a forward pass; 0 on a GPU.
-        kernels: Instruction set of the CPU's kernels; on a GPU, whether TF32 is allowed, and where
-            the noise kernel could not be compiled.
+    The first worker's is recorded, and others take over threads (0 on a GPU) and rows of a pass. The
+    rest they can only have or not; one that differs there says so.
     """
 
     device: str
@@ -301,11 +295,7 @@ class ComputeEnvironment:
 
 
 def settle_environment(writer: ShardWriter, settings: ExtractSettings, teacher: Teacher) -> ComputeEnvironment:
-    """Fix how this process computes, like the store's first worker where it can, and record it.
-
-    Raises:
-        UsageError: If it computes differently and the settings are strict.
-    """
+    """Fix how this process computes, like the store's first worker where it can, and record it."""
     what = "this process computes differently from the store's first worker"
     with writer.location.claim("way", wait=True):  # two that begin at once agree on who is first
         known = read_ways(writer.location)

@@ -44,9 +44,9 @@ SHARD_TOKENS, SHARD_BYTES = 1 << 18, 256 << 20
 
 
 def run_extraction(request: ExtractRequest, worker: Worker, load: Callable[..., Teacher] = Teacher.load) -> list[str]:
-    """Do whatever is not done yet of a run whose teacher runs here; what to say at the end.
+    """Do whatever is not done yet of a run whose teacher ``load`` makes; what to say at the end.
 
-    One process of several speaks for all: the others return nothing to say. ``load`` makes the teacher.
+    One process of several speaks for all: the others return nothing to say.
 
     Raises:
         UsageError: If the request cannot be met, or differs from what is there.
@@ -135,11 +135,7 @@ def own_teacher(request: ExtractRequest) -> tuple[str, Path]:
 
 
 def check_teacher(request: ExtractRequest, files: PretrainedFiles) -> tuple[ExtractRequest, PreTrainedTokenizerBase]:
-    """The request with its row length settled, and the tokenizer; what needs no weights to be refused is.
-
-    Raises:
-        UsageError: If teacher, tokenizer, rows, corpus and store do not fit together.
-    """
+    """The request with its row length settled, and the tokenizer; what needs no weights to be refused is."""
     asked, request = request.settings.teacher.tokenizer, request.with_row_length(files.context_length)
     assert request.corpus.row_length is not None
     check_row_length(files, request.corpus.row_length)
@@ -158,10 +154,7 @@ def check_teacher(request: ExtractRequest, files: PretrainedFiles) -> tuple[Extr
 
 
 def _check_same_tokens(tokenizer: PreTrainedTokenizerBase, beside: PreTrainedTokenizerBase, where: str) -> None:
-    """Refuse a tokenizer more than 1% of whose ids mean other tokens than the teacher's own.
-
-    A few may differ, as special tokens get new names.
-    """
+    """Refuse a tokenizer more than 1% of whose ids (some special tokens) mean other tokens than the teacher's own."""
     own = {index: token for token, index in beside.get_vocab().items()}
     given = {index: token for token, index in tokenizer.get_vocab().items()}
     others = sorted(index for index in given if index in own and own[index] != given[index])
@@ -188,7 +181,7 @@ def tokenize(request: ExtractRequest, tokenizer: PreTrainedTokenizerBase, worker
 def corpus_unigram(dataset: TokenDataset) -> np.ndarray:
     """Log-probability of each token in the training rows; [V] float32, nats.
 
-    Of conversations the assistant's tokens count, of prompts those given; padding is no text.
+    Of conversations the assistant's tokens count, of prompts those given.
     """
     split = "train" if dataset.num_rows("train") else dataset.splits[-1]
 
@@ -405,12 +398,8 @@ def report(
 ) -> list[str]:
     """The store in numbers, kept as ``summary.json`` too, of the tokens that this process extracted.
 
-    ``num_tokens`` there counts position 0; ``shard_bytes`` are those of ``num_bytes`` that grow
-    with the corpus, and what ``bytes_per_token`` is of; ``fp16_bytes_per_token`` is what the noise
-    as fp16 vectors would take, 2 V.
-
-    Raises:
-        GdistillError: If files of finished shards went missing meanwhile.
+    ``num_tokens`` there counts position 0; ``shard_bytes`` grow with the corpus, and are what
+    ``bytes_per_token`` is of; ``fp16_bytes_per_token`` is what the noise as fp16 vectors would take, 2 V.
     """
     if not writer.is_complete():
         what, remedy = "finished shards went missing while the run was on", "run the same command again"

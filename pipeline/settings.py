@@ -291,7 +291,7 @@ class ExtractRequest:
     def stored_rows(self, split: str, available: int) -> int:
         """Rows of a split that the store gets of a corpus that has so many, the first ones.
 
-        A teacher that writes its own may write more, where a number is asked for; of validation, its own.
+        A teacher that writes its own may write more, where a number is asked for.
         """
         limit = self.row_limits.get(split, available)
         own = split != "validation" or self.settings.store.validation_rows is not None
@@ -319,8 +319,7 @@ def resolve_request(
     """Merge the file, the options (without their None values) and the overrides; later wins.
 
     Raises:
-        UsageError: For an unknown key, a value of another type or out of range, a setting that
-            would mean nothing, no corpus, or a URL for the run's own folder.
+        UsageError: For whatever in them is unknown, out of range, or would mean nothing.
     """
     if re.match(r"[a-z][a-z0-9+]+:/", str(out)):
         remedy = "token rows are kept locally; --store takes a URL for the shards"

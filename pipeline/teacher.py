@@ -2,10 +2,8 @@
 
 Token rows [B, L] -> log-probabilities [B, L-1, V], float32, nats. This is the only home of the
 shift by one: a model's logits at position i - 1 are the distribution of the token at position i,
-and position 0 has none.
-
-V is the number of real tokens, the tokenizer's. Many models pad their output beyond it to a round
-number; those columns are dropped before the softmax.
+and position 0 has none. V is the tokenizer's size; what a model's output has beyond it is dropped
+before the softmax.
 """
 
 from __future__ import annotations
@@ -83,8 +81,7 @@ class RawLogits:
 def check_output(output: TeacherOutput, split: str = "") -> None:
     """Refuse log-probabilities of tokens that are not finite, by row and position.
 
-    A NaN or +inf anywhere in a position's logits makes its normaliser, and so this number, NaN or
-    infinite; so does -inf at the token itself. -inf elsewhere is a probability of zero, and legal.
+    A NaN or +inf anywhere in a position's logits shows in this number, as it is in the normaliser.
     """
     picked = output.token_log_probs.cpu()
     for row, position in (~torch.isfinite(picked)).nonzero()[:1].tolist():
@@ -139,19 +136,15 @@ class Teacher:
         compiled: bool = False,
         device_map: DeviceMap = None,
     ) -> Teacher:
-        """Load a model for scoring.
+        """Load a model for scoring; see :func:`load_causal_model` for options and errors.
 
         Args:
             source: Local directory, hub id, or files already found.
             dtype: Precision of weights and activations; logits are float32 either way.
             vocab_size: V; the tokenizer's beside the model by default, else the output's width.
-            attention: Attention kernel by transformers' name; its own choice by default.
-            device_map: Over which devices, if one is too small; ``device`` then means nothing.
 
         Raises:
-            UsageError: If it is no causal LM, lacks weights, or does not fit the tokenizer; if
-                its logits cannot be had in float32; or if the device does not exist.
-            GdistillError: If the weights are damaged or incomplete.
+            UsageError: Also if it does not fit the tokenizer.
         """
         files = source if isinstance(source, PretrainedFiles) else find_pretrained(source)
         place = resolve_device(device) if isinstance(device, str) else device
@@ -187,8 +180,7 @@ class Teacher:
         """The forward pass alone; on a GPU it may still be running when this returns.
 
         Raises:
-            UsageError: If rows are longer than the context, ids outside the vocabulary, or the
-                hidden state is asked for where logits are not a linear function of it.
+            UsageError: If the rows do not fit, or logits are no linear function of a hidden state that is asked for.
         """
         check_row_length(self.files, rows.shape[1])
         for row, position in ((rows < 0) | (rows >= self.vocab_size)).nonzero()[:1].tolist():

@@ -149,10 +149,9 @@ def _unknown(spec: str) -> UsageError:
 
 
 def corpus_config(spec: str, settings: Mapping[str, Any] | None = None, *, is_read: bool = False) -> CorpusConfig:
-    """The configuration of a corpus named on the command line (``spec``).
+    """The configuration of a corpus named on the command line (``spec``); ``settings`` that are not None win.
 
     Args:
-        settings: Further values by field name; they win, and None values are ignored.
         is_read: Stage 1 is finished, and files may have gone since.
 
     Raises:

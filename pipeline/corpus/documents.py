@@ -342,7 +342,7 @@ def plan_spans(config: CorpusConfig) -> list[Span]:
 def _fair_spans(source: Source, count: int, fraction: float) -> list[Span]:
     """Hold out a fraction of few documents by their characters, for they may be of any size.
 
-    The border of documents that is nearest, if it holds out half to one and a half times what is
+    At the nearest border of documents, if that holds out half to one and a half times what is
     wanted, or 5% at most; else the document where the cut falls is divided.
     """
     sizes = []

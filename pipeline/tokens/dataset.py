@@ -93,13 +93,7 @@ class Part:
 
 
 class PartWriter:
-    """Gathers rows to parts of one split; a closed part is on disk whole.
-
-    Args:
-        folder: The split's folder.
-        row_length: L.
-        num_closed: Parts that an earlier run closed.
-    """
+    """Gathers rows to parts of one split, of which an earlier run closed some; a closed part is on disk whole."""
 
     def __init__(self, folder: Path, row_length: int, num_closed: int = 0) -> None:
         self.folder, self.row_length, self._number = folder, row_length, num_closed
@@ -203,12 +197,7 @@ class TokenDataset:
 
     @classmethod
     def open(cls, path: str | Path) -> TokenDataset:
-        """Open a ``tokens`` folder; every part must be there at its noted size.
-
-        Raises:
-            UsageError: If there is no finished token data set.
-            IntegrityError: If the record lacks a field, or a part is missing or truncated.
-        """
+        """Open a ``tokens`` folder; every part must be there at its noted size."""
         path = Path(path)
         file, remedy = path / RECORD, f"remove {path} and run stage 1 again"
         try:
@@ -260,12 +249,7 @@ class TokenDataset:
         return unmarked(rows)[0] if self.packing in MARKED else rows
 
     def read_marked(self, split: str, start: int, stop: int) -> np.ndarray:
-        """The same rows, with -1 - id where a token does not count (:mod:`pipeline.tokens.chat`).
-
-        Raises:
-            IntegrityError: If a part cannot be read as it was written.
-            IndexError: If the range lies outside the split.
-        """
+        """The same rows, with -1 - id where a token does not count (:mod:`pipeline.tokens.chat`)."""
         if not 0 <= start <= stop <= self.num_rows(split):
             raise IndexError(f"rows {start}..{stop} of {self.num_rows(split)} in {split!r}")
         blocks = [np.empty((0, self.row_length), np.int32)]
@@ -380,11 +364,8 @@ def prepare_tokens(
 ) -> TokenDataset:
     """Tokenize and pack a corpus into ``out/tokens``, or open what is already there.
 
-    Processes that call this for one ``out`` at the same time wait for the first of them.
-
-    Args:
-        config: The corpus, with its row length settled.
-        limits: The most rows of a split; of the corpus no more is tokenized than fills them.
+    Processes that call this for one ``out`` at the same time wait for the first of them. Of the corpus no
+    more is tokenized than fills the ``limits``, the most rows of a split.
 
     Raises:
         UsageError: For settings that do not fit, or differ from those of the rows already there.

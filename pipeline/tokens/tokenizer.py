@@ -187,14 +187,9 @@ class Packer:
     """Documents as rows of L tokens, batch by batch; where a batch ends leaves no trace.
 
     Tokens that never fill a row are dropped at the end of a split and counted, as is what a padded
-    row has no room for. Documents of conversations are whole rows already.
-
-    Attributes:
-        row_length: L.
-        ids: What packing inserts.
-        group_documents: If positive, every so many documents of a stream are packed by themselves
-            and their remainder is dropped. 1000 repeats rows made with the batched ``map`` of
-            ``datasets``, whose batches drop theirs.
+    row has no room for. Documents of conversations are whole rows already. If ``group_documents`` is
+    positive, every so many documents of a stream are packed by themselves and their remainder is
+    dropped: 1000 repeats rows made with the batched ``map`` of ``datasets``.
     """
 
     packing: Packing
