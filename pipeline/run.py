@@ -83,7 +83,22 @@ def run_extraction(request: ExtractRequest, worker: Worker, load: Callable[..., 
     writer = begin_store(request, dataset, manifest, resources, files.folder)
     num_tokens, waiting = 0, 0.0
     if writer.all_pending():
-        work = _extractor(request, dataset, loaded(), writer, resources)
+        teacher = loaded()
+        if obstacle := use_noise_kernel("auto", teacher.device):
+            stderr.print(f"noise kernel: eager on {teacher.device}; {obstacle}", markup=False)
+        work = Extractor(
+            writer=writer,
+            codec=request.codec,
+            resources=resources_on(teacher.device, resources),
+            teacher=teacher,
+            read_rows=lambda split, start, stop, note: dataset.read_marked(split, start, stop),
+            batch_size=BatchSize(settle_environment(writer, settings, teacher).rows_per_pass),
+        )
+        if settings.mode == "sequential":
+            from pipeline.generate import GeneratedRows
+
+            rows = GeneratedRows(teacher, dataset, settings.sequential, settings.seed, work.stop.check)
+            work.read_rows, work.process = rows.read, rows.process
         work.write_all(worker, "extract")
         num_tokens, waiting = work.num_extracted_tokens, work.seconds_waiting
     lines = report(request, dataset, writer, num_tokens, time.monotonic() - started - waiting)
@@ -334,35 +349,6 @@ def _resources(
         else:
             raise GdistillError("the codec wants an unknown resource", got=name)
     return resources
-
-
-def _extractor(
-    request: ExtractRequest,
-    dataset: TokenDataset,
-    teacher: Teacher,
-    writer: ShardWriter,
-    resources: dict[str, np.ndarray],
-) -> Extractor:
-    """Stage 2 of this process, its compute environment settled."""
-    settings = request.settings
-    if obstacle := use_noise_kernel("auto", teacher.device):
-        stderr.print(f"noise kernel: eager on {teacher.device}; {obstacle}", markup=False)
-    environment = settle_environment(writer, settings, teacher)
-    extractor = Extractor(
-        writer=writer,
-        codec=request.codec,
-        resources=resources_on(teacher.device, resources),
-        teacher=teacher,
-        read_rows=lambda split, start, stop, note: dataset.read_marked(split, start, stop),
-        batch_size=BatchSize(environment.rows_per_pass),
-    )
-    if settings.mode == "sequential":
-        from pipeline.generate import GeneratedRows
-
-        check = extractor.stop.check
-        rows = GeneratedRows(teacher, dataset, settings.sequential, settings.seed, check)
-        extractor.read_rows, extractor.process = rows.read, rows.process
-    return extractor
 
 
 # The end.

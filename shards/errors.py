@@ -117,11 +117,6 @@ class StopRequest:
         self.signal_number: int | None = None
         self._numbers = numbers
 
-    @property
-    def is_pending(self) -> bool:
-        """Whether this process was asked to stop."""
-        return self.signal_number is not None
-
     def check(self) -> None:
         """Raises :class:`Stopped` if this process was asked to stop."""
         if self.signal_number is not None:
@@ -136,7 +131,7 @@ class StopRequest:
         self.check()
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
-        if self.is_pending and number == signal.SIGINT:
+        if self.signal_number and number == signal.SIGINT:
             raise KeyboardInterrupt
         self.signal_number = number
 

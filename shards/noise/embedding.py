@@ -12,7 +12,6 @@ import math
 from abc import abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from typing import Any, Literal
 
 import torch
@@ -157,16 +156,11 @@ def tile_shape(device: torch.device) -> tuple[int, int]:
     """(positions, vocabulary ids) of a tile on a device; the most on a GPU that is not here."""
     positions, ids = TILES.get(device.type, TILES["cuda"])
     if device.type == "cuda" and torch.cuda.is_available():
-        # Halved until a float32 tile fits.
-        while positions > FEWEST_POSITIONS and 4 * positions * ids > 0.75 * _cache_bytes(device):
+        # Halved until a float32 tile fits into the level-2 cache; an H100's where PyTorch does not say.
+        cache_bytes = getattr(torch.cuda.get_device_properties(device), "L2_cache_size", 50 << 20)
+        while positions > FEWEST_POSITIONS and 4 * positions * ids > 0.75 * cache_bytes:
             positions //= 2
     return positions, ids
-
-
-@lru_cache(maxsize=16)
-def _cache_bytes(device: torch.device) -> int:
-    """Size of the level-2 cache; of an H100's where PyTorch does not tell."""
-    return int(getattr(torch.cuda.get_device_properties(device), "L2_cache_size", 50 << 20))
 
 
 def product_dtype(weight: Tensor) -> torch.dtype:

@@ -17,7 +17,6 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import os
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -336,14 +335,6 @@ class NativeShards:
             raise DamagedShard("the file is another one than the ledger names")
         split = size - array.index_bytes
         return array.parse_index(data[split:]), data[:split]
-
-
-def read_file_range(descriptor: int, start: int, length: int, expected_size: int) -> bytes:
-    """Bytes start..start+length-1 of an open file that must have ``expected_size`` bytes."""
-    size = os.fstat(descriptor).st_size
-    if size != expected_size:
-        raise DamagedShard(f"{size} bytes, expected {expected_size}")
-    return os.pread(descriptor, length, start)
 
 
 def _checked(data: bytes, expected: int, what: str) -> bytes:

@@ -195,9 +195,6 @@ class RemoteLocation:
                 return None
 
     def sizes(self, prefix: str = "") -> dict[str, int]:
-        return {name: int(info["size"]) for name, info in self._listing(prefix).items()}
-
-    def _listing(self, prefix: str) -> dict[str, Mapping[str, Any]]:
         with self._explained(prefix, "list"):
             self._files.invalidate_cache()
             try:
@@ -206,8 +203,8 @@ class RemoteLocation:
             except FileNotFoundError:
                 return {}
         start = len(self._root.rstrip("/")) + 1
-        names = {path[start:]: info for path, info in found.items()}
-        return {name: info for name, info in names.items() if not name.startswith(f"{CLAIMS}/")}
+        sizes = {path[start:]: int(info["size"]) for path, info in found.items()}
+        return {name: size for name, size in sizes.items() if not name.startswith(f"{CLAIMS}/")}
 
     def open_file(self, name: str, record: FileRecord) -> int:
         """See ``LocalLocation``; DamagedCopy if the file at the URL is not what the record says."""
@@ -259,8 +256,13 @@ class RemoteLocation:
         """
         held = self._held(file)
         if held is None:  # looked at first, as some clients would overwrite a claim that is there
-            if not self._create(file, _claim_bytes(owner)):
-                return False
+            path = self._path(file)
+            with self._explained(file, "write"):
+                self._make_folder(path)
+                try:
+                    self._files.pipe_file(path, _claim_bytes(owner), mode="create")
+                except FileExistsError:
+                    return False
             protocol = self._files.protocol
             if EXCLUSIVE_CREATION & {*([protocol] if isinstance(protocol, str) else protocol)}:
                 return True
@@ -291,17 +293,6 @@ class RemoteLocation:
                 if self._holder(file) != owner:  # we were too slow; it is another's now
                     return
                 self.write(file, _claim_bytes(owner))
-
-    def _create(self, name: str, data: bytes) -> bool:
-        """Write the file if there is none; whether there was none."""
-        path = self._path(name)
-        with self._explained(name, "write"):
-            self._make_folder(path)
-            try:
-                self._files.pipe_file(path, data, mode="create")
-            except FileExistsError:
-                return False
-        return True
 
     @contextmanager
     def _explained(self, name: str, verb: str) -> Iterator[None]:

@@ -28,15 +28,7 @@ from torch import Tensor
 from shards.atomic import FileRecord, write_bytes_atomic
 from shards.codec.protocol import Codec, make_codec
 from shards.errors import GdistillError, IntegrityError, UsageError, path_inside
-from shards.store.layout import (
-    RESOURCES,
-    DamagedShard,
-    NativeShards,
-    check_values,
-    native_array,
-    read_array,
-    read_file_range,
-)
+from shards.store.layout import RESOURCES, DamagedShard, NativeShards, check_values, native_array, read_array
 from shards.store.location import Location, open_location
 from shards.store.manifest import (
     COUNTED,
@@ -273,7 +265,9 @@ class SplitReader:
             file, record, _ = self._file(shard, name)
             descriptor = self.location.open_file(file, record)
             try:
-                return read_file_range(descriptor, start, length, record.num_bytes)
+                if (size := os.fstat(descriptor).st_size) != record.num_bytes:
+                    raise DamagedShard(f"{size} bytes, expected {record.num_bytes}")
+                return os.pread(descriptor, length, start)
             finally:
                 os.close(descriptor)
 

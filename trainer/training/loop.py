@@ -221,7 +221,7 @@ class Trainer:
         norm, *parts = torch.stack(scalars).tolist()  # the only time that the host waits
         local_loss = sum(part * share for part, (_, _, share) in zip(parts, losses, strict=True))
         num_masked = sum(output.num_masked for _, output, _ in losses)
-        values = [local_loss, float(num_masked), float(self.stop.is_pending)]
+        values = [local_loss, float(num_masked), float(self.stop.signal_number is not None)]
         loss_sum, all_masked, stops = sum_over_processes(values, self.accelerator)
         loss = loss_sum / self.accelerator.num_processes
         if not (math.isfinite(loss) and math.isfinite(norm)):
