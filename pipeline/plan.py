@@ -29,7 +29,7 @@ from pipeline.tokens.tokenizer import encode, load_tokenizer
 from shards.codec.protocol import CODECS, Codec, TeacherOutput, codec_parameters, make_codec
 from shards.errors import GdistillError, UsageError
 from shards.language_model.forward import resolve_device
-from shards.language_model.loading import PretrainedFiles, check_device_map, not_causal_lm
+from shards.language_model.loading import PretrainedFiles, not_causal_lm
 from shards.settings import generator
 from shards.store.layout import encode_shard
 from shards.store.manifest import Manifest
@@ -59,7 +59,6 @@ def plan_lines(request: ExtractRequest, known: PlanOptions, worker: Worker) -> l
     """
     resolve_device(worker.device(request.settings.device))
     is_begun, asked, files = require_store_place(request.store), request.settings.teacher, None
-    check_device_map(asked.device_map)
     if asked.location is not None or own_teacher(request)[1].exists():
         files = known_teacher(request)
     if files is None:

@@ -30,7 +30,7 @@ from shards.codec.protocol import ArraySpec, codec_parameters
 from shards.console import stderr
 from shards.errors import GdistillError, UsageError
 from shards.language_model.forward import BatchSize, resolve_device
-from shards.language_model.loading import PretrainedFiles, check_device_map, find_pretrained, looks_local
+from shards.language_model.loading import PretrainedFiles, find_pretrained, looks_local
 from shards.noise.philox import use_noise_kernel
 from shards.store.location import open_location
 from shards.store.manifest import COUNTED, MANIFEST_FILE, STORE_ARRAYS, Manifest
@@ -56,7 +56,6 @@ def run_extraction(request: ExtractRequest, worker: Worker, load: Callable[..., 
     device = resolve_device(worker.device(settings.device))
     require_writable(request.out)
     begun = require_store_place(request.store)
-    check_device_map(settings.teacher.device_map)  # refuses a device that is not there
     files = known_teacher(request, weights=True)
     request, tokenizer = check_teacher(request, files)
 

@@ -67,9 +67,8 @@ class TeacherSettings:
         preset: Size of a teacher that is trained on the spot.
         revision: Branch, tag or commit of a hub model; a local folder has none.
         trust_remote_code: Whether code that comes with the model may run.
-        device_map: Spread the model's layers over the devices of this machine, where one is too
-            small: ``auto``, ``balanced``, ``balanced_low_0``, ``sequential``, a device, or in a
-            TOML file a table of module name -> device. One process uses them all.
+        device_map: How Accelerate spreads the model's layers over the devices of this machine,
+            where one is too small; one process uses them all.
     """
 
     location: str | None = None
@@ -80,7 +79,7 @@ class TeacherSettings:
     preset: Literal["demo", "full"] = "full"
     revision: str | None = None
     trust_remote_code: bool = False
-    device_map: str | dict[str, Any] | None = None
+    device_map: Literal["auto", "balanced", "balanced_low_0", "sequential"] | None = None
 
 
 @dataclass(frozen=True)

@@ -21,14 +21,7 @@ from pipeline.tokens.tokenizer import load_tokenizer
 from shards.codec.protocol import TeacherOutput
 from shards.errors import GdistillError, UsageError
 from shards.language_model.forward import DtypeName, Float32Head, largest_batch, resolve_device
-from shards.language_model.loading import (
-    CausalModel,
-    DeviceMap,
-    PretrainedFiles,
-    find_pretrained,
-    load_causal_model,
-    probe_rows,
-)
+from shards.language_model.loading import CausalModel, PretrainedFiles, find_pretrained, load_causal_model, probe_rows
 
 CPU_BATCH_TOKENS, GPU_BATCH_TOKENS = 1 << 12, 1 << 15
 CPU_BATCH_BYTES = 1 << 30
@@ -134,7 +127,7 @@ class Teacher:
         vocab_size: int | None = None,
         attention: str | None = None,
         compiled: bool = False,
-        device_map: DeviceMap = None,
+        device_map: str | None = None,
     ) -> Teacher:
         """Load a model for scoring; see :func:`load_causal_model` for options and errors.
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -27,15 +27,13 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from shards.atomic import canonical_json, sha256_file
 from shards.console import without_library_bars
 from shards.errors import GdistillError, UsageError, first_line
-from shards.language_model.forward import DtypeName, Float32Head, install_float32_head, resolve_device
+from shards.language_model.forward import DtypeName, Float32Head, install_float32_head
 
 A_MODEL = "a causal language model of transformers"
 SMALL_FILES = ["*.json", "*.txt", "*.model", "*.py", "*.jinja"]
 CONTEXT_FIELDS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "n_ctx")
 """What configurations call the longest input; families without one (Mamba, Bloom) read any."""
 NO_PART_OF_THE_MODEL = ("_name_or_path", "transformers_version", "dtype", "torch_dtype")
-AUTOMATIC = ("auto", "balanced", "balanced_low_0", "sequential")
-DeviceMap = str | Mapping[str, Any] | None
 Role = Literal["teacher", "judge", "verifier", "student", "backbone", "source"]
 """What a model is wanted for: its name in messages."""
 
@@ -283,36 +281,33 @@ def load_causal_model(
     vocab_size: int | None = None,
     attention: str | None = None,
     float32_logits: bool = False,
-    device_map: DeviceMap = None,
+    device_map: str | None = None,
 ) -> CausalModel:
     """Load a model's weights and ask it, in one tiny forward pass, whether it is causal.
 
     Args:
         files: From :func:`find_pretrained`.
         dtype: Precision of weights and activations.
-        device: A device that exists; see :func:`resolve_device`.
+        device: A device that exists.
         vocab_size: V, the columns of the output that are real tokens; its whole width unless told.
         attention: Attention kernel by transformers' name; its own choice unless told.
         float32_logits: Put a float32 head in place of the output layer.
-        device_map: Over which devices, if not on ``device`` alone; see :func:`check_device_map`.
+        device_map: How Accelerate spreads the layers over all devices here, in place of ``device``.
 
     Raises:
         UsageError: If there are no weights, it is no causal language model, looks ahead, cannot
             be spread so, or its logits cannot be had in float32 though they are asked for.
         GdistillError: If the weights are damaged or incomplete.
     """
-    check_device_map(device_map)
-    options: dict[str, Any] = {"use_safetensors": files.has_safetensors}
-    if device_map is not None:
-        options["device_map"] = device_map if isinstance(device_map, str) else dict(device_map)
-    if attention:
-        options["attn_implementation"] = attention
+    options = {"attn_implementation": attention} if attention else {}
     try:
         with without_library_bars():
             loaded: Any = AutoModelForCausalLM.from_pretrained(
                 files.folder,
                 config=files.config,
                 dtype=getattr(torch, dtype),
+                device_map=device_map,
+                use_safetensors=files.has_safetensors,
                 trust_remote_code=files.trust_remote_code,
                 local_files_only=True,
                 output_loading_info=True,
@@ -346,27 +341,7 @@ def load_causal_model(
     return model
 
 
-def check_device_map(device_map: DeviceMap) -> None:
-    """Refuse a device that is not there, in a map of Accelerate: a word, a device, or module name -> device."""
-    if device_map is None or (isinstance(device_map, str) and device_map in AUTOMATIC):
-        return
-    places = [device_map] if isinstance(device_map, str) else [*device_map.values()]
-    got: object = None if places else "an empty map"
-    for place in places:
-        if isinstance(place, bool) or not isinstance(place, str | int):
-            got = place
-        else:
-            try:
-                resolve_device(f"cuda:{place}" if isinstance(place, int) else place)
-            except UsageError as error:
-                got = f"{place!r} ({error.what})"
-    if got is not None:
-        expected = f"{', '.join(AUTOMATIC)}, a device that is here, or module name -> device"
-        what = "no such place for a model"
-        raise UsageError(what, where="device_map", got=got, expected=expected)
-
-
-def _input_device(network: Any, role: str, device_map: DeviceMap) -> torch.device:
+def _input_device(network: Any, role: str, device_map: str) -> torch.device:
     """Where token ids go: the device of the embedding."""
     head = network.get_output_embeddings()
     weight = getattr(head, "weight", None)

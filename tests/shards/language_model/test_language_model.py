@@ -225,14 +225,8 @@ def test_weights_are_told_by_name_type_shape_and_bytes_in_whatever_files(tmp_pat
     assert len({first, *(told({"b": two, **tensors}) for tensors in changed)}) == 5
 
 
-@pytest.mark.parametrize("device_map", ["nowhere", "cuda:97", "meta", {}, {"": "disk"}, {"": 97}, {"": True}], ids=str)
-def test_a_device_that_is_not_there_is_one_line(device_map: Any) -> None:
-    with pytest.raises(UsageError, match=r"no such place for a model \[device_map\]"):
-        loading.check_device_map(device_map)
-
-
-@pytest.mark.parametrize("device_map", ["cpu", {"": "cpu"}, "auto"], ids=str)
-def test_a_device_map_computes_the_same(tmp_path: Path, device_map: Any) -> None:
+@pytest.mark.parametrize("device_map", ["cpu", "auto"])
+def test_a_device_map_computes_the_same(tmp_path: Path, device_map: str) -> None:
     if torch.cuda.is_available() and device_map == "auto":
         device_map = "cpu"  # kernels of another device round differently
     config = GPT2Config(n_layer=2, n_head=2, n_embd=8, vocab_size=11)
