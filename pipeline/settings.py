@@ -315,11 +315,7 @@ class ExtractRequest:
 def resolve_request(
     out: Path, options: Mapping[str, Any], overrides: Iterable[str] = (), config_file: Path | None = None
 ) -> ExtractRequest:
-    """Merge the file, the options (without their None values) and the overrides; later wins.
-
-    Raises:
-        UsageError: For whatever in them is unknown, out of range, or would mean nothing.
-    """
+    """Merge file, options (without None) and overrides, later wins; a UsageError for what is unknown or unused."""
     if re.match(r"[a-z][a-z0-9+]+:/", str(out)):
         remedy = "token rows are kept locally; --store takes a URL for the shards"
         raise UsageError("the folder of a run is local", where="--out", got=out, remedy=remedy)

@@ -172,8 +172,7 @@ class Teacher:
     def forward(self, rows: Int[Tensor, "b l"], row_ids: Int[Tensor, "b"], need_hidden: bool = False) -> RawLogits:
         """The forward pass alone; on a GPU it may still be running when this returns.
 
-        Raises:
-            UsageError: If the rows do not fit, or logits are no linear function of a hidden state that is asked for.
+        A UsageError, if the rows do not fit or logits are no linear function of a hidden state that is asked for.
         """
         check_row_length(self.files, rows.shape[1])
         for row, position in ((rows < 0) | (rows >= self.vocab_size)).nonzero()[:1].tolist():

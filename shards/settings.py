@@ -103,11 +103,7 @@ def merge(base: Mapping[str, Any], update: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def resolve(config_class: type[Config], *sources: Mapping[str, Any], overrides: Iterable[str] = ()) -> Config:
-    """Build a config from mappings (later wins) and override strings.
-
-    Raises:
-        UsageError: For an unknown key (naming the nearest known one) or a value of another type.
-    """
+    """Build a config from mappings (later wins) and overrides; a UsageError for an unknown key or another type."""
     values: dict[str, Any] = {}
     for source in sources:
         values = merge(values, source)

@@ -210,8 +210,7 @@ def find_pretrained(
 def find_tokenizer(location: str | Path, role: str = "", *, where: object = None, local_files_only: bool = True) -> Any:
     """The tokenizer of a folder or, from the local cache unless told, a hub id; without its code.
 
-    Raises:
-        UsageError: If there is none, or it cannot be read; it names ``where``, else the location.
+    A UsageError, if there is none, names ``where`` or the location.
     """
     try:
         place, here = os.path.expanduser(location), {"local_files_only": local_files_only}

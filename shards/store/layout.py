@@ -382,11 +382,7 @@ def check_arrays(manifest: Manifest, shard: ShardRange, arrays: Mapping[str, np.
 
 
 def check_values(manifest: Manifest, rows: ShardRange, arrays: Mapping[str, np.ndarray]) -> None:
-    """Refuse tokens that are none of V, numbers that are not finite, probabilities above 1.
-
-    Raises:
-        GdistillError: Names array, row of the split and position.
-    """
+    """Refuse tokens that are none of V, numbers that are not finite, probabilities above 1, by row and position."""
     for name, values in arrays.items():
         remedy = ""
         if name == "tokens":

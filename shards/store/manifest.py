@@ -86,11 +86,7 @@ def parse(data: bytes, where: object) -> dict[str, Any]:
 
 
 def unseal(data: bytes, where: object) -> dict[str, Any]:
-    """The record in ``data`` with its seal, which has been checked.
-
-    Raises:
-        IntegrityError: If anything in the file differs from what was sealed.
-    """
+    """The record in ``data`` with its seal; an IntegrityError if anything in it differs from what was sealed."""
     value, expected = parse(data, where), "unknown"
     try:
         expected = digest(value)
@@ -396,11 +392,7 @@ def rewrite_remedy(url: str) -> str:
 
 
 def read_record(location: Location, manifest: Manifest, shard: ShardRange) -> ShardRecord | None:
-    """The checked record of a shard, None if the shard is not finished.
-
-    Raises:
-        IntegrityError: If the record was altered or belongs to another store or shard.
-    """
+    """The record of a shard, an IntegrityError if it is not its own; None if the shard is not finished."""
     try:
         data = location.read(shard.record_file)
     except FileNotFoundError:
@@ -429,11 +421,7 @@ def read_record(location: Location, manifest: Manifest, shard: ShardRange) -> Sh
 
 
 def read_ways(place: Location) -> list[dict[str, Any]]:
-    """The compute environments that wrote a store; empty if none is given.
-
-    Raises:
-        IntegrityError: If the record cannot be read.
-    """
+    """The compute environments that wrote a store, if noted; an IntegrityError if the note cannot be read."""
     where = f"{place.url}/{COMPUTED_FILE}"
     try:
         ways = parse(place.read(COMPUTED_FILE), where).get("ways")

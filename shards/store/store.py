@@ -98,11 +98,7 @@ class ShardStore:
 
     @cached_property
     def resources(self) -> dict[str, Tensor]:
-        """The arrays kept once per store, on the CPU.
-
-        Raises:
-            IntegrityError: If one is missing, altered or of another kind than this project writes.
-        """
+        """The arrays kept once per store, on the CPU; an IntegrityError for one missing, altered or of another kind."""
         return {name: torch.from_numpy(self._resource(name)) for name in _resources(self.manifest)}
 
     def _resource(self, name: str) -> np.ndarray:
@@ -126,11 +122,7 @@ class ShardStore:
         return values
 
     def split(self, name: str, arrays: Collection[str] | None = None) -> SplitReader:
-        """The rows of one split; ``arrays`` narrows what is read (a plain student needs no noise).
-
-        Raises:
-            UsageError: For an unknown split or array.
-        """
+        """The rows of one split; ``arrays`` narrows what is read. A UsageError for an unknown split or array."""
         unknown = sorted(set(arrays or ()) - set(self.manifest.all_arrays))
         if unknown:
             known = f"some of {sorted(self.manifest.all_arrays)}"
@@ -159,11 +151,7 @@ class ShardStore:
         return {name.removeprefix(prefix): self.file(name) for name in names}
 
     def copy_files(self, folder: str, destination: Path) -> list[Path]:
-        """Write the side files of a folder below ``destination``; empty if there are none.
-
-        Raises:
-            UsageError: If a name, or a link in the destination, leads out of it.
-        """
+        """Write the side files of a folder below ``destination``; a UsageError for a name that leads out of it."""
         paths = []
         for name, data in self.files(folder).items():
             path = path_inside(destination, name)
@@ -291,11 +279,7 @@ class SplitReader:
         return names[name], FileRecord(num_bytes, sha256.hex()), tail.hex() or None
 
     def read_chunk(self, index: int) -> dict[str, np.ndarray]:
-        """The rows of one inner chunk: array name -> [rows, L, *trailing].
-
-        Raises:
-            IntegrityError: If the chunk's shard is unfinished, missing, truncated, altered or another one.
-        """
+        """The rows of one inner chunk by array, [rows, L, *trailing]; an IntegrityError if it is not as written."""
         if not 0 <= index < self.num_chunks:
             raise IndexError(f"chunk {index} of {self.num_chunks}")
         start = index * self.rows_per_chunk

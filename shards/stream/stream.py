@@ -389,11 +389,7 @@ class ShardStream:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a state; iterators made before it end with an error.
-
-        Raises:
-            GdistillError: If the state belongs to another store, split, seed or kind of order.
-        """
+        """Continue from a state, a GdistillError if it is of another order; iterators made before end with an error."""
         if state.get("fingerprint") != self.fingerprint:
             what, got = ("the saved data order is of another store or order", state.get("fingerprint"))
             remedy = "resume with the store, split and seed that the run began with"
