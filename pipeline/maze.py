@@ -15,7 +15,6 @@ from __future__ import annotations
 import json
 import math
 import shutil
-import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -69,8 +68,6 @@ class MazeLayout:
         for mark in "ST":
             if (count := cells.count(mark)) != 1:
                 raise UsageError(f"the maze needs exactly one {mark}", where=where, got=count)
-        if self.max_moves < 1:
-            raise UsageError("max_moves must be at least 1", where=where, got=self.max_moves)
 
     @property
     def start(self) -> Cell:
@@ -128,14 +125,7 @@ class MazeLayout:
 
 
 def load_maze(layout: str | Path) -> MazeLayout:
-    """A built-in layout by name, or a layout file.
-
-    A file is either the grid as plain text, or TOML with ``rows = [...]`` and, if wanted,
-    ``max_moves``.
-
-    Raises:
-        UsageError: For an unknown name (naming the nearest) or a malformed layout.
-    """
+    """A built-in layout by name, or a file that holds the grid; a UsageError for any other name or file."""
     if str(layout) in LAYOUTS:
         return MazeLayout(str(layout), LAYOUTS[str(layout)])
     path = Path(layout)
@@ -144,20 +134,9 @@ def load_maze(layout: str | Path) -> MazeLayout:
         where, remedy = f"maze:{layout}", did_you_mean(str(layout), LAYOUTS)
         raise UsageError("unknown maze layout", where=where, expected=expected, remedy=remedy)
     try:
-        text = path.read_text(encoding="utf-8")
-        lines = [line.strip() for line in text.splitlines() if line.strip()]
-        values = tomllib.loads(text) if path.suffix == ".toml" else {"rows": lines}
+        return MazeLayout(path.stem, tuple(path.read_text(encoding="utf-8").split()))
     except UnicodeDecodeError as error:
         raise UsageError("the maze layout is not UTF-8 text", where=path, got=error) from error
-    except tomllib.TOMLDecodeError as error:
-        raise UsageError("the maze layout is not TOML", where=path, got=error) from error
-    rows: Any = values.pop("rows", None)
-    max_moves = values.pop("max_moves", DEFAULT_MAX_MOVES)
-    well_typed = isinstance(rows, list) and all(isinstance(row, str) for row in rows)
-    if values or not well_typed or not isinstance(max_moves, int):
-        got, expected = sorted(values) or rows, 'rows = ["....", ...] and, optionally, max_moves'
-        raise UsageError("malformed maze layout", where=path, got=got, expected=expected)
-    return MazeLayout(path.stem, tuple(rows), max_moves)
 
 
 def check_vocabulary(tokenizer: PreTrainedTokenizerBase, name: str) -> None:

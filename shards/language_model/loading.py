@@ -298,15 +298,15 @@ def load_causal_model(
             be spread so, or its logits cannot be had in float32 though they are asked for.
         GdistillError: If the weights are damaged or incomplete.
     """
-    options = {"attn_implementation": attention} if attention else {}
+    options: dict[str, Any] = {"use_safetensors": files.has_safetensors, "device_map": device_map}
+    if attention:
+        options["attn_implementation"] = attention
     try:
         with without_library_bars():
             loaded: Any = AutoModelForCausalLM.from_pretrained(
                 files.folder,
                 config=files.config,
                 dtype=getattr(torch, dtype),
-                device_map=device_map,
-                use_safetensors=files.has_safetensors,
                 trust_remote_code=files.trust_remote_code,
                 local_files_only=True,
                 output_loading_info=True,
