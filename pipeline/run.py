@@ -5,7 +5,6 @@ Stage 1 may take hours; what a run would be refused for after it is asked here, 
 
 from __future__ import annotations
 
-import contextlib
 import importlib.metadata
 import json
 import time
@@ -314,11 +313,7 @@ def begin_store(
         record = teacher / "maze.json"  # with the path probabilities of a teacher trained here
         sides["corpus/maze.json"] = record.read_bytes() if record.is_file() else text
     writer = ShardWriter.create_or_resume(request.store, manifest, resources, sides)
-    path, values = request.out / "config.json", request.to_mapping()
-    with contextlib.suppress(OSError, ValueError):
-        if json.loads(path.read_text(encoding="utf-8")) == values:
-            return writer  # a file that says the same is left alone
-    write_json_atomic(path, values)
+    write_json_atomic(request.out / "config.json", request.to_mapping())
     return writer
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -82,6 +82,11 @@ class Weighting:
         """Softmax weights of arrival times, without the prior and not normalised."""
         return RATES[self.transform](arrivals, self.tau)
 
+    def tile(self, noise: Noise, ids: slice) -> Tile:
+        """Softmax weights of a range of vocabulary ids, not normalised, float32."""
+        rates = self.rates(noise.tile(ids.start, ids.stop))
+        return rates if self.prior is None else rates.mul_(self.prior[ids])
+
 
 class Noise(OfPositions):
     """n positions x V vocabulary entries of arrival times F = exp(-xi), float32, read in tiles.
@@ -109,42 +114,12 @@ class Noise(OfPositions):
 
     def softmax_embed(self, weight: Weight, weighting: Weighting | None = None) -> Embeddings:
         """softmax(xi) @ weight in float32, without the [n, V] softmax; differentiable in weight [V, D]."""
-        walk = Walk(self, weighting or Weighting())
-        return TiledProjection.apply(walk, weight, product_dtype(weight))
+        return TiledProjection.apply(self, weighting or Weighting(), weight, product_dtype(weight))
 
 
 def dense_arrivals(noise: Noise) -> Float[Tensor, "n v"]:
     """All arrival times at once; for small vocabularies, tests and diagnostics."""
     return noise.tile(0, noise.vocab_size)
-
-
-@dataclass(frozen=True)
-class Walk:
-    """How one noise is turned into unnormalised softmax weights, tile by tile."""
-
-    noise: Noise
-    weighting: Weighting
-
-    def vocabulary_tiles(self) -> list[slice]:
-        """Consecutive ranges of vocabulary ids."""
-        size, width = self.noise.vocab_size, tile_shape(self.noise.device)[1]
-        return [slice(start, min(start + width, size)) for start in range(0, size, width)]
-
-    def position_chunks(self) -> list[tuple[slice, Walk]]:
-        """The same walk over consecutive groups of positions (views of the noise)."""
-        size = self.noise.num_positions
-        if size == 0:
-            return []
-        width = even_width(size, tile_shape(self.noise.device)[0])
-        rows = [slice(start, min(start + width, size)) for start in range(0, size, width)]
-        parts = [replace(self, noise=part) for part in self.noise.split(width)]
-        return list(zip(rows, parts, strict=True))
-
-    def rates(self, ids: slice) -> Float[Tensor, "n tile"]:
-        """Unnormalised softmax weights of a range of vocabulary ids, float32."""
-        rates = self.weighting.rates(self.noise.tile(ids.start, ids.stop))
-        prior = self.weighting.prior
-        return rates if prior is None else rates.mul_(prior[ids])
 
 
 def even_width(size: int, most: int) -> int:
@@ -170,38 +145,42 @@ def product_dtype(weight: Tensor) -> torch.dtype:
 
 
 class TiledProjection(torch.autograd.Function):
-    """(walk, W [V, D], dtype of a tile's product) -> [n, D], sums in float32; gradient for W only."""
+    """(noise, weighting, W [V, D], dtype of a tile's product) -> [n, D], sums in float32; gradient for W only."""
 
     @staticmethod
-    def forward(ctx: Any, walk: Walk, weight: Float[Tensor, "v d"], dtype: torch.dtype) -> Float[Tensor, "n d"]:
-        totals = torch.zeros(walk.noise.num_positions, 1, device=weight.device)
-        mixed = torch.zeros(walk.noise.num_positions, weight.shape[1], device=weight.device)
-        chunks = walk.position_chunks()
+    def forward(
+        ctx: Any, noise: Noise, weighting: Weighting, weight: Weight, dtype: torch.dtype
+    ) -> Float[Tensor, "n d"]:
+        size, (positions, ids) = noise.num_positions, tile_shape(noise.device)
+        width = even_width(size, positions)
+        parts = [*zip((slice(i, i + width) for i in range(0, size, width)), noise.split(width), strict=False)]
+        tiles = [slice(i, min(i + ids, noise.vocab_size)) for i in range(0, noise.vocab_size, ids)]
+        totals = torch.zeros(size, 1, device=weight.device)
+        mixed = torch.zeros(size, weight.shape[1], device=weight.device)
         with torch.autocast(weight.device.type, enabled=False):
-            for rows, part in chunks:
-                for ids in walk.vocabulary_tiles():
-                    rates = part.rates(ids)
+            for rows, part in parts:
+                for tile in tiles:
+                    rates = weighting.tile(part, tile)
                     totals[rows] += rates.sum(dim=-1, keepdim=True)
-                    add_product(mixed[rows], rates.to(dtype), weight[ids].to(dtype))
-        ctx.walk, ctx.chunks, ctx.dtype = walk, chunks, dtype
+                    add_product(mixed[rows], rates.to(dtype), weight[tile].to(dtype))
+        ctx.weighting, ctx.parts, ctx.tiles, ctx.dtype = weighting, parts, tiles, dtype
         ctx.weight_shape, ctx.weight_dtype = weight.shape, weight.dtype
         ctx.save_for_backward(totals)
         return mixed.div_(totals)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Float[Tensor, "n d"]) -> tuple[None, Float[Tensor, "v d"], None]:
+    def backward(ctx: Any, grad: Float[Tensor, "n d"]) -> tuple[None, None, Float[Tensor, "v d"], None]:
         (totals,) = ctx.saved_tensors
-        walk, chunks, dtype = ctx.walk, ctx.chunks, ctx.dtype
-        scaled = (grad.float() / totals).to(dtype)
-        blank = torch.empty if chunks else torch.zeros
+        scaled = (grad.float() / totals).to(ctx.dtype)
+        blank = torch.empty if ctx.parts else torch.zeros
         grad_weight = blank(ctx.weight_shape, device=grad.device)
         with torch.autocast(grad.device.type, enabled=False):
-            for ids in walk.vocabulary_tiles():
-                for rows, part in chunks:
-                    rates = part.rates(ids).to(dtype)
-                    add_product(grad_weight[ids], rates.T, scaled[rows], first=rows.start == 0)
-        return None, grad_weight.to(ctx.weight_dtype), None
+            for tile in ctx.tiles:
+                for rows, part in ctx.parts:
+                    rates = ctx.weighting.tile(part, tile).to(ctx.dtype)
+                    add_product(grad_weight[tile], rates.T, scaled[rows], first=rows.start == 0)
+        return None, None, grad_weight.to(ctx.weight_dtype), None
 
 
 def add_product(total: Tensor, left: Tensor, right: Tensor, *, first: bool = False) -> None:
