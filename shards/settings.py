@@ -135,7 +135,15 @@ def from_mapping(config_class: type[Config], values: Mapping[str, Any], where: s
 def _convert(hint: Any, value: Any, where: str) -> Any:
     origin, arguments = get_origin(hint), get_args(hint)
     if origin in (Union, types.UnionType):
-        return _convert_union(arguments, value, where)
+        if value is None or (value == "none" and type(None) in arguments):
+            return None
+        last = UsageError("wrong type in config", where=where, got=repr(value))
+        for option in (each for each in arguments if each is not type(None)):
+            try:
+                return _convert(option, value, where)
+            except UsageError as error:
+                last = error
+        raise last
     if dataclasses.is_dataclass(hint) and isinstance(value, Mapping):
         return from_mapping(hint, value, where)  # type: ignore[arg-type]
     if origin is tuple and isinstance(value, list | tuple):
@@ -143,8 +151,6 @@ def _convert(hint: Any, value: Any, where: str) -> Any:
         return tuple(_convert(item, entry, where) for entry in value)
     if hint is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
-    if hint is Path and isinstance(value, str):
-        return Path(value)
     expected = origin or hint
     fits = isinstance(expected, type) and isinstance(value, expected)
     if expected is Any or (fits and (hint is bool or not isinstance(value, bool))):
@@ -158,31 +164,15 @@ def _convert(hint: Any, value: Any, where: str) -> Any:
     raise UsageError("wrong type in config", where=where, got=repr(value), expected=name)
 
 
-def _convert_union(options: tuple[Any, ...], value: Any, where: str) -> Any:
-    if value is None or (value == "none" and type(None) in options):
-        return None
-    last: UsageError | None = None
-    for option in options:
-        if option is type(None):
-            continue
-        try:
-            return _convert(option, value, where)
-        except UsageError as error:
-            last = error
-    raise last or UsageError("wrong type in config", where=where, got=repr(value))
-
-
 def to_mapping(config: Any) -> dict[str, Any]:
-    """The config as JSON-ready nested dicts (paths as strings, tuples as lists)."""
+    """The config as JSON-ready nested dicts (tuples as lists)."""
 
     def plain(value: Any) -> Any:
         if dataclasses.is_dataclass(value) and not isinstance(value, type):
             return {f.name: plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
         if isinstance(value, Mapping):
             return {str(key): plain(entry) for key, entry in value.items()}
-        if isinstance(value, tuple | list):
-            return [plain(entry) for entry in value]
-        return str(value) if isinstance(value, Path) else value
+        return [plain(entry) for entry in value] if isinstance(value, tuple | list) else value
 
     return plain(config)
 

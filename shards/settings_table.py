@@ -10,7 +10,6 @@ import textwrap
 import types
 from collections.abc import Iterator, Sequence
 from dataclasses import MISSING, dataclass
-from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import typer
@@ -133,4 +132,4 @@ def _toml(value: Any) -> str:
         return str(value).lower()
     if isinstance(value, tuple | list):
         return f"[{', '.join(map(_toml, value))}]"
-    return f'"{value}"' if isinstance(value, str | Path) else str(value)
+    return f'"{value}"' if isinstance(value, str) else str(value)
