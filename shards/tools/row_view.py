@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import base64
-import html
 import io
 import json
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from string import Template
 from tempfile import TemporaryDirectory
 
 import torch
+from jinja2 import Template
 
 from shards.errors import UsageError, visible
 from shards.language_model.loading import find_tokenizer
@@ -149,26 +148,5 @@ PAGE = Path(__file__).with_name("row.html")
 
 def row_page(first: str, views: list[TokenView], title: str, figure: bytes) -> str:
     """A self-contained HTML page of the row."""
-    chips = "".join(
-        f'<span style="background:hsl({int(120 * view.probability)} 75% 85%)" '
-        f'title="p {view.probability:.3g}, xi {view.gumbel:.2f}">{html.escape(view.text)}</span>'
-        for view in views
-    )
-    lines = "".join(_line(view) for view in views)
-    parts = {"title": html.escape(title), "first": html.escape(first), "chips": chips}
-    picture = base64.b64encode(figure).decode()
-    template = Template(PAGE.read_text(encoding="utf-8"))
-    return template.substitute(parts, lines=lines, picture=picture)
-
-
-def _line(view: TokenView) -> str:
-    others = ", &nbsp; ".join(
-        f"{html.escape(other.text)} <span class='dim'>"
-        + (f"{other.probability:.3g} / " if other.probability is not None else "")
-        + f"{other.gumbel:.2f}</span>"
-        for other in view.alternatives
-    )
-    return (
-        f'<tr><td>{view.position}<td class="t">{html.escape(view.text)}<td>{view.probability:.3g}'
-        f'<td>{view.gumbel:.2f}<td>{view.gumbel_rank}<td class="t">{others}</tr>'
-    )
+    template = Template(PAGE.read_text(encoding="utf-8"), autoescape=True)
+    return template.render(first=first, views=views, title=title, picture=base64.b64encode(figure).decode())
