@@ -358,8 +358,14 @@ def run_scored(request: ExtractRequest, worker: Worker, tokens_only: bool = Fals
 
 def _run_scores(request: ExtractRequest, worker: Worker) -> list[str]:
     started = time.monotonic()
-    tokenizer = _require_tokenizer(request)
-    codec = _require_posterior(request, len(tokenizer))
+    tokenizer, codec = _require_tokenizer(request), request.codec
+    what = "this codec needs the teacher's whole distribution, and scores are not that"
+    if not isinstance(codec, PosteriorCodec):
+        expected, remedy = "posterior", "with --teacher DIR a vLLM gives hidden states"
+        raise UsageError(what, where="--codec", got=codec.name, expected=expected, remedy=remedy)
+    if codec.num_entries >= len(tokenizer):
+        where, expected = "codec.num_entries", f"below the vocabulary's {len(tokenizer)}"
+        raise UsageError(what, where=where, got=codec.num_entries, expected=expected)
     require_writable(request.out)
     if request.settings.engine.url is None:
         fetch, identity, dataset = _open_files(request, codec, tokenizer)
@@ -374,19 +380,6 @@ def _run_scores(request: ExtractRequest, worker: Worker) -> list[str]:
     seconds = time.monotonic() - started - work.seconds_waiting
     lines = report(request, dataset, writer, work.num_extracted_tokens, seconds)
     return lines if worker.is_main else []
-
-
-def _require_posterior(request: ExtractRequest, vocab_size: int) -> PosteriorCodec:
-    """The codec, if the most probable tokens are enough for it; else a UsageError."""
-    codec = request.codec
-    what = "this codec needs the teacher's whole distribution, and scores are not that"
-    if not isinstance(codec, PosteriorCodec):
-        expected, remedy = "posterior", "with --teacher DIR a vLLM gives hidden states"
-        raise UsageError(what, where="--codec", got=codec.name, expected=expected, remedy=remedy)
-    if codec.num_entries >= vocab_size:
-        where, expected = "codec.num_entries", f"below the vocabulary's {vocab_size}"
-        raise UsageError(what, where=where, got=codec.num_entries, expected=expected)
-    return codec
 
 
 def _require_tokenizer(request: ExtractRequest) -> PreTrainedTokenizerBase:

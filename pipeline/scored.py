@@ -36,10 +36,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 from jaxtyping import Float32, Int64
 
+from pipeline.corpus.tables import open_parquet
 from shards.errors import GdistillError, UsageError
 
 MAX_MASS = 1 + 1e-3
@@ -292,11 +291,7 @@ class ParquetFile:
     """Row groups, of which the last one read is kept."""
 
     def __init__(self, path: Path) -> None:
-        self.path = path
-        try:
-            self._file = pq.ParquetFile(path)
-        except (pa.ArrowInvalid, OSError) as error:
-            raise GdistillError("not a Parquet file", where=path, got=error) from error
+        self.path, self._file = path, open_parquet(path)
         names = self._file.schema_arrow.names
         if missing := [name for name in COLUMNS if name not in names]:
             what, expected = "a column is missing", f"{missing[0]}, one of {list(COLUMNS)}"

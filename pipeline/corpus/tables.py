@@ -68,12 +68,17 @@ def conversation(field: str, is_prompts: bool, decoded: str, where: str) -> str:
     return json.dumps([where, value])
 
 
-def _parquet(column: str, path: Path) -> pq.ParquetFile:
-    """A Parquet file whose column holds text; a null is empty."""
+def open_parquet(path: Path) -> pq.ParquetFile:
+    """A Parquet file; a GdistillError if it is none."""
     try:
-        file = pq.ParquetFile(path)
+        return pq.ParquetFile(path)
     except (pa.ArrowException, OSError) as error:
         raise GdistillError("not a Parquet file", where=path, got=error) from error
+
+
+def _parquet(column: str, path: Path) -> pq.ParquetFile:
+    """A Parquet file whose column holds text; a null is empty."""
+    file = open_parquet(path)
     schema = file.schema_arrow
     _require_column(column, path, schema.names)
     kind = schema.field(column).type
