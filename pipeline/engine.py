@@ -25,7 +25,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from copy import deepcopy
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -42,13 +42,12 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from pipeline.corpus.config import scheme_of
-from pipeline.corpus.documents import Tally
 from pipeline.extract import ShardWork, resources_on, with_position_0
 from pipeline.run import begin_store, build_manifest, corpus_unigram, report, run_extraction, token_lines, tokenize
 from pipeline.scored import ScoredRow, ScoreFiles, row_of_response, same_length
 from pipeline.settings import EngineSettings, ExtractRequest, Worker
 from pipeline.teacher import RawLogits, Teacher
-from pipeline.tokens.dataset import PartWriter, TokenDataset, check_identity, publish_rows
+from pipeline.tokens.dataset import PartWriter, Split, TokenDataset, check_identity, publish_rows
 from pipeline.tokens.tokenizer import load_tokenizer, tokenizer_sha256
 from shards.atomic import file_claim, require_writable, write_json_atomic
 from shards.codec.posterior import PosteriorCodec
@@ -438,17 +437,16 @@ def _write_given_rows(
             check_identity(dataset.record["identity"], identity, done)
             return dataset
         shutil.rmtree(work, ignore_errors=True)
-        parts = {}
+        splits = {}
         for split, rows in blocks.items():
             writer, closed = PartWriter(work / split, corpus["row_length"]), []
             for block in rows:
                 writer.write(block)
                 if writer.is_full:
                     closed.append(writer.close())
-            parts[split] = [part for part in [*closed, writer.close()] if part is not None]
-        counts = {split: {"num_dropped_tokens": 0, **asdict(Tally())} for split in parts}
+            splits[split] = Split([part for part in [*closed, writer.close()] if part is not None])
         border_ids = {"bos_id": tokenizer.bos_token_id, "eos_id": tokenizer.eos_token_id}
-        return publish_rows(out, parts, counts, identity, corpus, tokenizer, border_ids)
+        return publish_rows(out, splits, identity, corpus, tokenizer, border_ids)
 
 
 def _ask_engine(request: ExtractRequest, tokenizer: PreTrainedTokenizerBase, worker: Worker) -> Prepared:

@@ -134,16 +134,26 @@ class PartWriter:
         return Part(name, len(rows), len(file.getvalue()), hashlib.sha256(rows.data).hexdigest(), largest)
 
 
+@dataclass
+class Split:
+    """What is done of one split."""
+
+    parts: list[Part] = field(default_factory=list)
+    tally: Tally = field(default_factory=Tally)
+    num_dropped_tokens: int = 0
+    num_special_tokens: int = 0
+    was_cut: bool = False
+
+
 def publish_rows(
     out: Path,
-    parts: Mapping[str, list[Part]],
-    counts: Mapping[str, Mapping[str, Any]],
+    splits: Mapping[str, Split],
     identity: Mapping[str, Any],
     corpus: Mapping[str, Any],
     tokenizer: PreTrainedTokenizerBase,
     border_ids: Mapping[str, Any],
 ) -> TokenDataset:
-    """Make ``out/tokens`` of the parts in ``.tokens.partial``, by split, and what was counted of each.
+    """Make ``out/tokens`` of the parts in ``.tokens.partial``, by split.
 
     ``identity`` decides the rows; ``corpus`` holds the corpus's settings, ``row_length`` among them, and
     ``border_ids`` are ``bos_id`` and ``eos_id``.
@@ -151,12 +161,7 @@ def publish_rows(
     work = out / ".tokens.partial"
     row_length = corpus["row_length"]
     tokenizer.save_pretrained(work / "tokenizer")
-    splits, content = {}, {}
-    for split, found in parts.items():
-        rows = sum(part.num_rows for part in found)
-        sizes = {"num_rows": rows, "num_tokens": rows * row_length}
-        splits[split] = {**sizes, **counts[split], "parts": [asdict(part) for part in found]}
-        content[split] = [[part.num_rows, part.tokens_sha256] for part in found]
+    content = {name: [[part.num_rows, part.tokens_sha256] for part in split.parts] for name, split in splits.items()}
     # Equal rows in equal parts, equal fingerprint.
     digest = hashlib.sha256(canonical_json({"row_length": row_length, "splits": content}))
     record = {
@@ -168,7 +173,7 @@ def publish_rows(
         "vocab_size": len(tokenizer),
         **border_ids,
         "tokenizer": {"id": str(tokenizer.name_or_path), "sha256": tokenizer_sha256(tokenizer)},
-        "splits": splits,
+        "splits": {name: _counts(split, row_length) for name, split in splits.items()},
         "versions": {"transformers": transformers.__version__},
     }
     write_json_atomic(work / RECORD, record)
@@ -177,6 +182,12 @@ def publish_rows(
         discard_leftovers(work / name)
     publish_folder(work, out / "tokens")
     return TokenDataset.open(out / "tokens")
+
+
+def _counts(split: Split, row_length: int) -> dict[str, Any]:
+    values = asdict(split)
+    rows = sum(part.num_rows for part in split.parts)
+    return {"num_rows": rows, "num_tokens": rows * row_length, **values.pop("tally"), **values}
 
 
 class TokenDataset:
@@ -334,24 +345,13 @@ def _content(file: dict[str, Any]) -> dict[str, Any]:
 
 
 @dataclass
-class _Split:
-    """What is done of one split."""
-
-    parts: list[Part] = field(default_factory=list)
-    tally: Tally = field(default_factory=Tally)
-    num_dropped_tokens: int = 0
-    num_special_tokens: int = 0
-    was_cut: bool = False
-
-
-@dataclass
 class _Progress:
     """What the journal holds: how far the corpus was read."""
 
     span: int = 0
     next_document: int | None = None
     packer: dict[str, Any] | None = None
-    splits: dict[str, _Split] = field(default_factory=lambda: {name: _Split() for name in SPLITS})
+    splits: dict[str, Split] = field(default_factory=lambda: {name: Split() for name in SPLITS})
 
 
 def prepare_tokens(
@@ -425,13 +425,9 @@ def _build(
         what, remedy = "the corpus does not fill one row", "choose a shorter row_length"
         got, expected = f"{tokens} tokens", f"at least {config.row_length}"
         raise GdistillError(what, where=config.source, got=got, expected=expected, remedy=remedy)
-    parts = {name: split.parts for name, split in splits.items()}
-    counts = {name: {**vars(split), **asdict(split.tally)} for name, split in splits.items()}
-    for count in counts.values():
-        del count["tally"]
     ids = special_ids(tokenizer, config)
     border_ids = {"bos_id": ids.bos, "eos_id": ids.eos}
-    return publish_rows(out, parts, counts, identity, to_mapping(config), tokenizer, border_ids)
+    return publish_rows(out, splits, identity, to_mapping(config), tokenizer, border_ids)
 
 
 def _resume(work: Path, identity: dict[str, Any], limits: Limits) -> _Progress:
@@ -441,7 +437,7 @@ def _resume(work: Path, identity: dict[str, Any], limits: Limits) -> _Progress:
         known, found = journal.pop("identity"), journal.pop("limits")
         for name, split in journal["splits"].items():
             parts, tally = [Part(**part) for part in split["parts"]], Tally(**split["tally"])
-            journal["splits"][name] = _Split(**{**split, "parts": parts, "tally": tally})
+            journal["splits"][name] = Split(**{**split, "parts": parts, "tally": tally})
         progress = _Progress(**journal)
     except (OSError, ValueError, KeyError, TypeError, AttributeError):  # none, or no journal of ours
         shutil.rmtree(work, ignore_errors=True)
