@@ -57,7 +57,7 @@ THREADS ?= 1
 PORTABLE ?= default:1 avx2:2
 # Tests of this environment: vLLM and dllm each need one of their own.
 HERE = not engine and not dllm
-SENSITIVE = tests/pipeline/teacher tests/pipeline/test_maze.py tests/pipeline/extract/test_environment.py \
+SENSITIVE = tests/pipeline/teacher tests/pipeline/test_maze.py tests/pipeline/extract/test_extract.py \
             tests/shards/noise tests/shards/language_model tests/trainer/students
 
 export TOKENIZERS_PARALLELISM ?= true

@@ -21,6 +21,8 @@ FILES = {"tokenizer/tokenizer.json": b'{"a": 1}', "corpus/maze.json": b"[1, 2]"}
 LEAST_LIKELY_NATS = -140.0
 """Of one token of each split: its probability is 0 in float32."""
 Run = Callable[..., tuple[int, str]]
+TeacherRows = tuple[TeacherOutput, dict[str, torch.Tensor]]
+"""All rows of a split, and what a codec decodes with."""
 
 
 def make_manifest(**changes: Any) -> Manifest:
@@ -89,7 +91,14 @@ def file_bytes(root: Path) -> dict[str, bytes]:
     return {path.relative_to(root).as_posix(): path.read_bytes() for path in sorted(root.rglob("*")) if path.is_file()}
 
 
-def teacher_rows(split: str) -> tuple[TeacherOutput, dict[str, torch.Tensor]]:
+def flipped(data: bytes, bit: int) -> bytes:
+    """``data`` with one bit inverted."""
+    changed = bytearray(data)
+    changed[bit // 8] ^= 1 << bit % 8
+    return bytes(changed)
+
+
+def teacher_rows(split: str) -> TeacherRows:
     """All rows of a made-up teacher; one token is next to impossible."""
     generator = torch.Generator().manual_seed(sorted(SPLITS).index(split))
     head = torch.randn(VOCAB, HIDDEN, generator=torch.Generator().manual_seed(9))
@@ -105,20 +114,24 @@ def teacher_rows(split: str) -> tuple[TeacherOutput, dict[str, torch.Tensor]]:
     return output, {"lm_head": head, "lm_head_bias": bias, "unigram_log_probs": unigram}
 
 
-def write_encoded(location: Path, codec: Codec) -> ShardStore:
+def write_encoded(
+    location: Path, codec: Codec, rows: Callable[[str], TeacherRows] = teacher_rows, **changes: Any
+) -> ShardStore:
     """A store as extraction with ``codec`` writes it: only the resources that its codec names."""
+    output, known = rows("train")
+    assert output.hidden is not None
+    arrays = codec.array_specs(output.log_probs.shape[-1], output.hidden.shape[-1])
     named = {"name": codec.name, "parameters": codec_parameters(codec)}
-    manifest = make_manifest(codec=named, arrays=codec.array_specs(VOCAB, HIDDEN))
-    _, known = teacher_rows("train")
+    manifest = make_manifest(codec=named, arrays=arrays, **changes)
     resources = {name: known[name].numpy() for name in codec.resource_names}
     writer = ShardWriter.create_or_resume(location, manifest, resources, {"corpus/maze.json": b"[1, 2]"})
-    for split in SPLITS:
-        output, _ = teacher_rows(split)
-        values = dict(codec.encode(output, manifest.seed, known))
+    for split in manifest.splits:
+        output, _ = rows(split)
+        values = dict(codec.encode(output, manifest.noise_seed(split), known))
         values |= {"token_log_probs": output.token_log_probs, "tokens": output.tokens}
         for shard in writer.manifest.shards(split):
             arrays = {
-                name: np.zeros((shard.num_rows, LENGTH, *spec.trailing_shape), spec.dtype)
+                name: np.zeros((shard.num_rows, manifest.row_length, *spec.trailing_shape), spec.dtype)
                 for name, spec in manifest.all_arrays.items()
             }
             for name, value in values.items():

@@ -238,7 +238,7 @@ def test_a_server_that_stumbles_is_asked_again(server: EngineServer, misdeeds: l
 
 def test_what_cannot_be_mended_ends_in_one_line(server: EngineServer) -> None:
     cases: list[tuple[list[Any], str]] = [
-        ([500] * 4, "does not answer.*500"),
+        ([500] * 2, "does not answer.*500"),
         ([400], "does not answer.*400"),
         (["text"], "no JSON"),
         (["drop_top"], "without its most probable.*row 0, position 2"),
@@ -248,7 +248,7 @@ def test_what_cannot_be_mended_ends_in_one_line(server: EngineServer) -> None:
         for misdeeds, message in cases:
             server.misdeeds.extend(misdeeds)
             with pytest.raises(GdistillError, match=message) as caught:
-                list(engine(url, in_flight=1).score(ROWS, NAMES))
+                list(engine(url, in_flight=1, max_tries=2).score(ROWS, NAMES))
             assert "\n" not in str(caught.value) and url in str(caught.value)
             assert not server.misdeeds
 

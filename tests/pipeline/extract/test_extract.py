@@ -1,4 +1,4 @@
-"""What a store of stage 2 holds, that it resumes to the same bytes, and that memory may run out."""
+"""What a store of stage 2 holds, how it resumes, who computes differently, and that memory may run out."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import dataclasses
 import json
 import re
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from pipeline import extract
 from pipeline.extract import Extractor
-from pipeline.run import corpus_unigram, rows_per_unit, run_extraction
+from pipeline.run import rows_per_unit, run_extraction
 from pipeline.settings import ExtractRequest, StoreSettings, Worker, resolve_request
 from pipeline.teacher import RawLogits, Teacher
 from pipeline.tokens.dataset import TokenDataset
@@ -24,7 +26,8 @@ from shards.codec.protocol import make_codec
 from shards.errors import GdistillError, UsageError
 from shards.noise.embedding import dense_arrivals
 from shards.noise.gumbel import gumbel_argmax
-from shards.store.manifest import read_ways
+from shards.store.location import open_location
+from shards.store.manifest import COMPUTED_FILE, read_ways, record_ways
 from shards.store.store import ShardStore
 from shards.store.verification import verify
 from shards.store.writer import ShardWriter
@@ -40,10 +43,6 @@ def rows_of(dataset: TokenDataset, split: str) -> np.ndarray:
 
 def out_of_memory(*_: Any) -> Any:
     raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate")
-
-
-def load_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Teacher, "load", lambda *_, **__: pytest.fail("the teacher was loaded"))
 
 
 def test_store_holds_rows_and_what_the_teacher_says_of_them(finished: Path, teacher: Path) -> None:
@@ -68,17 +67,11 @@ def test_store_holds_rows_and_what_the_teacher_says_of_them(finished: Path, teac
     assert set(store.manifest.versions) == {"gdistill", "numcodecs", "tokenizers", "zarr"}
     (way,) = read_ways(store.location)
     assert way["torch"] == torch.__version__
-
-
-def test_unigram_is_the_smoothed_count(finished: Path) -> None:
-    dataset = TokenDataset.open(finished / "tokens")
+    # A smoothed count: a token that the training rows have not is not impossible.
     rows = rows_of(dataset, "train")[:, 1:]
-    counts = np.array([(rows == token).sum() for token in range(VOCAB_SIZE)])
-    expected = np.log((counts + 0.5) / (rows.size + VOCAB_SIZE / 2))
-    assert np.allclose(corpus_unigram(dataset), expected, atol=1e-6)
-    assert counts[0] == 0, "an unseen token is smoothed, not impossible"
-    stored = ShardStore.open(finished / "store").resources["unigram_log_probs"]
-    assert np.allclose(stored, expected, atol=1e-6)
+    counts = np.bincount(rows.flatten(), minlength=VOCAB_SIZE) + 0.5
+    assert counts[0] == 0.5
+    np.testing.assert_allclose(store.resources["unigram_log_probs"].exp(), counts / counts.sum(), rtol=1e-5)
 
 
 def test_frozen_noise_reproduces_every_token_and_differs_between_splits(
@@ -97,25 +90,16 @@ def test_frozen_noise_reproduces_every_token_and_differs_between_splits(
     assert (train[name][:, 1:] != held_out[name][:, 1:]).mean() > 0.9
 
 
-def test_rerun_of_a_finished_store_changes_nothing_and_loads_no_weights(
-    finished: Path, asked: Asked, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    before = times(finished)
-    load_nothing(monkeypatch)
-    run(finished, asked())
-    assert times(finished) == before
-
-
-def test_rerun_takes_the_head_from_the_store_and_repairs_a_damaged_one(
+def test_a_rerun_loads_no_weights_and_repairs_a_damaged_head(
     tmp_path: Path, asked: Asked, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     given = asked(codec={"name": "hidden"})
     run(tmp_path, given)
-    before = contents(tmp_path / "store")
+    before, written = contents(tmp_path / "store"), times(tmp_path)
     with monkeypatch.context() as patch:
-        load_nothing(patch)
+        patch.setattr(Teacher, "load", lambda *_, **__: pytest.fail("the teacher was loaded"))
         run(tmp_path, given)
-    assert contents(tmp_path / "store") == before
+    assert times(tmp_path) == written
     head = next(name for name in before if name.startswith("resources/lm_head/c/"))
     (tmp_path / "store" / head).write_bytes(b"damaged")
     run(tmp_path, given)
@@ -187,8 +171,8 @@ def disk_full(*_: Any) -> None:
     raise GdistillError("disk full")
 
 
-def test_errors_of_every_thread_end_the_run_in_one_line(
-    tmp_path: Path, asked: Asked, monkeypatch: pytest.MonkeyPatch
+def test_errors_of_every_thread_end_the_run_in_one_line_and_leave_nothing_half_done(
+    tmp_path: Path, asked: Asked, reference: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cases: list[tuple[type, str, Any, str]] = [
         (Teacher, "forward", out_of_memory, "batch of one row"),
@@ -196,13 +180,12 @@ def test_errors_of_every_thread_end_the_run_in_one_line(
         (Extractor, "_encode", disk_full, "disk full"),
         (ShardWriter, "write", disk_full, "disk full"),
     ]
-    for number, (owner, name, broken, message) in enumerate(cases):
-        out = tmp_path / str(number)
+    for owner, name, broken, message in cases:
         with monkeypatch.context() as patch, pytest.raises(GdistillError, match=message):
             patch.setattr(owner, name, broken)
-            run(out, asked())
-        run(out, asked())
-        assert verify(out / "store") == []
+            run(tmp_path, asked())
+    run(tmp_path, asked())
+    assert contents(tmp_path / "store") == reference
 
 
 def test_another_identity_is_refused_by_field(finished: Path, asked: Asked) -> None:
@@ -303,3 +286,99 @@ def test_a_store_goes_on_under_no_other_setting(tmp_path: Path, asked: Asked, mo
                 assert re.search("with other (inputs|settings)", str(error)), (name, error)
             assert contents(tmp_path / "store") == before, name
     assert free == HOW_IT_RUNS | (WRITTEN if mode == "parallel" else set())
+
+
+@pytest.fixture(autouse=True)
+def threads_of_others() -> Iterator[None]:
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What extraction says."""
+    lines: list[str] = []
+    monkeypatch.setattr(extract.stderr, "print", lambda line, **_: lines.append(line))
+    return lines
+
+
+def half_done(out: Path) -> None:
+    """Forget half of the shards."""
+    for record in sorted((out / "store" / "ledger").rglob("*.json"))[::2]:
+        record.unlink()
+
+
+def test_later_workers_compute_as_the_first(tmp_path: Path, asked: Asked, said: list[str]) -> None:
+    run(tmp_path, asked(threads=2, batch_size=3))
+    whole = contents(tmp_path / "store")
+    (way,) = json.loads(whole[COMPUTED_FILE])["ways"]
+    assert (way["device"], way["threads"], way["rows_per_pass"]) == ("cpu", 2, 3)
+    assert way["torch"] == torch.__version__ and way["compiled"] is False
+    half_done(tmp_path)
+    torch.set_num_threads(1)
+    run(tmp_path, asked(batch_size=None, threads=None, strict=True))
+    assert torch.get_num_threads() == 2 and said == []
+    assert contents(tmp_path / "store") == whole
+    assert verify(tmp_path / "store") == []
+    # A store without the record goes on.
+    half_done(tmp_path)
+    (tmp_path / "store" / COMPUTED_FILE).unlink()
+    run(tmp_path, asked(threads=2, batch_size=3, strict=True))
+    assert contents(tmp_path / "store") == whole
+    half_done(tmp_path)
+    run(tmp_path, asked(batch_size=2, threads=1))
+    assert len(said) == 1 and "threads 1 (was 2), rows_per_pass 2 (was 3)" in said[0], "what was asked for is done"
+    # A GPU's rows of a pass are none of a CPU's.
+    half_done(tmp_path)
+    (tmp_path / "store" / COMPUTED_FILE).unlink()
+    on_gpu = {"device": "NVIDIA H100", "threads": 0, "rows_per_pass": 1 << 20}
+    record_ways(open_location(tmp_path / "store"), [on_gpu])
+    own = read_ways(run(tmp_path, asked(batch_size=None, threads=None)).location)[-1]
+    assert own["rows_per_pass"] < 1 << 20 and own["threads"] == torch.get_num_threads()
+
+
+@pytest.mark.parametrize("obstacle", ["", "no Triton here"])
+def test_extraction_asks_for_the_compiled_noise_kernel_and_says_why_it_has_none(
+    tmp_path: Path, asked: Asked, monkeypatch: pytest.MonkeyPatch, said: list[str], obstacle: str
+) -> None:
+    """Before the environment is settled, which records it; on the device that the teacher is on."""
+    calls: list[object] = []
+
+    def use(kernel: str, device: torch.device) -> str:
+        calls.append((kernel, device.type))
+        return obstacle
+
+    settle = extract.settle_environment
+    monkeypatch.setattr("pipeline.run.use_noise_kernel", use)
+    monkeypatch.setattr("pipeline.run.settle_environment", lambda *given: (calls.append("way"), settle(*given))[1])
+    run(tmp_path, asked())
+    assert calls == [("auto", "cpu"), "way"]
+    assert said == ["noise kernel: eager on cpu; no Triton here"] * bool(obstacle)
+
+
+@pytest.mark.parametrize("kernel", ["compiled", "eager"])
+def test_a_gpu_says_where_its_noise_is_eager(monkeypatch: pytest.MonkeyPatch, kernel: str) -> None:
+    monkeypatch.setattr(extract, "noise_kernel", lambda device: kernel)
+    assert extract._kernels(True).endswith(", eager noise") == (kernel == "eager")
+
+
+def test_who_computes_differently_is_told_and_with_strict_refused(
+    tmp_path: Path, asked: Asked, monkeypatch: pytest.MonkeyPatch, said: list[str]
+) -> None:
+    given = asked(threads=1)
+    run(tmp_path, given)
+    half_done(tmp_path)
+    monkeypatch.setattr(extract, "_kernels", lambda on_gpu: "OTHER")
+    before, held = contents(tmp_path / "store"), list[str]()
+    monkeypatch.setattr(extract, "read_ways", lambda place: held.extend(place.claims()) or read_ways(place))
+    with pytest.raises(UsageError, match=r"computes differently.*OTHER \(was .*--strict"):
+        run(tmp_path, {**given, "strict": True})
+    assert "way" in held, "two that begin at once agree on who is first"
+    assert contents(tmp_path / "store") == before and said == []
+    store = run(tmp_path, given)
+    (line,) = said
+    rounding = f"{extract.ROUNDING_NATS:g}"
+    assert "kernels OTHER" in line and "threads" not in line and rounding in line
+    assert [way["kernels"] == "OTHER" for way in read_ways(store.location)] == [False, True]
+    assert store.unfinished() == [] and verify(tmp_path / "store") == []

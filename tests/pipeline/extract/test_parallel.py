@@ -4,22 +4,86 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from dataclasses import dataclass
+from multiprocessing import get_context
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from pipeline import extract
-from pipeline.settings import Worker
+from pipeline.executors import ExtractStep
+from pipeline.run import run_extraction
+from pipeline.settings import Worker, resolve_request
+from pipeline.teacher import RawLogits, Teacher
 from shards.errors import GdistillError, StopRequest, UsageError
 from shards.store.location import LocalLocation
+from shards.store.store import ShardStore
 from shards.store.verification import verify
 from shards.store.writer import ShardWriter
 from tests.pipeline.conftest import Asked
-from tests.pipeline.extract.parallel_trials import PAUSE_SECONDS, Trial, end
-from tests.pipeline.extract_cases import ROW_LENGTH
+from tests.pipeline.extract_cases import ROW_LENGTH, contents, run, times
+
+PAUSE_SECONDS = 0.15
+_context = get_context("forkserver")
+_context.set_forkserver_preload([__name__])
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A run in a folder of its own, and the store that one process makes of it."""
+
+    out: Path
+    given: dict[str, Any]
+    reference: dict[str, bytes]
+
+    def start(self, index: int = 0, count: int = 1, pause: float = 0) -> BaseProcess:
+        """A worker in a process of its own; its exit code is the command's."""
+        arguments = (self.out, self.given, Worker(index, count), pause)
+        process = _context.Process(target=_work, args=arguments)
+        process.start()
+        return process
+
+    def run(self, index: int = 0, count: int = 1) -> None:
+        """A worker in this process."""
+        run(self.out, self.given, Worker(index, count))
+
+    def wait_for_shards(self, count: int) -> None:
+        """Until that many shards are in the ledger."""
+        while len(list(self.out.glob("store/ledger/*/*.json"))) < count:
+            time.sleep(0.02)
+
+    def unfinished(self) -> list[str]:
+        store = ShardStore.open(self.out / "store", allow_incomplete=True)
+        return [f"{shard.split}-{shard.index}" for shard in store.unfinished()]
+
+    def require_bytes_of_one(self) -> None:
+        assert contents(self.out / "store") == self.reference
+
+
+def end(process: BaseProcess) -> int | None:
+    """Wait for a worker; its exit code."""
+    process.join()
+    return process.exitcode
+
+
+def _work(out: Path, given: dict[str, Any], worker: Worker, pause: float) -> None:
+    forward = Teacher.forward
+
+    def slow(self: Teacher, *arguments: Any) -> RawLogits:
+        time.sleep(pause)
+        return forward(self, *arguments)
+
+    Teacher.forward = slow  # type: ignore[method-assign]
+    try:
+        run_extraction(resolve_request(out, given), worker)
+    except GdistillError as error:
+        (out / f"error-{worker.index}.txt").write_text(str(error))
+        sys.exit(error.exit_code)
 
 
 @pytest.fixture
@@ -234,3 +298,32 @@ def test_every_worker_begins_elsewhere_and_comes_to_every_shard() -> None:
     assert all(sorted(order) == list(range(8)) for order in orders)
     own = [order[: len(range(index, 8, 3))] for index, order in enumerate(orders)]
     assert sorted(shard for part in own for shard in part) == list(range(8))
+
+
+# Steps of datatrove.
+
+
+@pytest.mark.slow
+def test_tasks_of_datatrove_write_the_store_of_one_command(trial: Trial) -> None:
+    local = pytest.importorskip("datatrove.executor", reason="pip install datatrove")
+    before = None
+    for tasks in (1, 2):
+        step = ExtractStep(str(trial.out), trial.given, tokens_only=tasks == 1)
+        how = {"logging_dir": str(trial.out / "logs"), "skip_completed": False, "depends": before}
+        before = local.LocalPipelineExecutor([step], tasks=tasks, **how)
+    before.run()
+    trial.require_bytes_of_one()
+
+
+def test_documents_pass_and_what_is_done_stays(trial: Trial, capsys: pytest.CaptureFixture[str]) -> None:
+    """Without datatrove: a step is a call; the first task alone speaks."""
+    out, store = str(trial.out), trial.out / "store"
+    assert list(ExtractStep(out, trial.given, tokens_only=True)()) == []
+    assert (trial.out / "tokens").exists() and not store.exists()
+    assert capsys.readouterr().out
+    step = ExtractStep(out, trial.given)
+    assert list(step(iter(["a document"]), 1, 2)) == ["a document"]
+    assert capsys.readouterr().out == ""
+    trial.require_bytes_of_one()
+    before = times(store)
+    assert list(step(None, 0, 2)) == [] and times(store) == before

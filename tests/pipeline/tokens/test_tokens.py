@@ -483,11 +483,12 @@ def test_processes_that_ask_at_the_same_time_share_one_run(
 
 
 @pytest.mark.usefixtures("small_parts")
-@pytest.mark.parametrize("packing", ["concat", "wrap", "pad"])
+@pytest.mark.parametrize(("packing", "limits"), [("concat", {}), ("wrap", {}), ("pad", {"train": 430})])
 def test_an_interrupted_stage_goes_on_to_the_same_bytes(
-    tmp_path: Path, prepare: Prepare, monkeypatch: pytest.MonkeyPatch, packing: str
+    tmp_path: Path, prepare: Prepare, monkeypatch: pytest.MonkeyPatch, packing: str, limits: dict[str, int]
 ) -> None:
-    whole, encoded = prepare(tmp_path / "whole", packing=packing), stage.encoded
+    """Rows that an earlier run wrote count as rows of the limit."""
+    whole, encoded = prepare(tmp_path / "whole", limits, packing=packing), stage.encoded
     for num_batches in (1, 4, 9, 12):
         run, read = tmp_path / str(num_batches), list[int]()
 
@@ -500,18 +501,18 @@ def test_an_interrupted_stage_goes_on_to_the_same_bytes(
 
         with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
             patch.setattr(stage, "encoded", count)
-            prepare(run, packing=packing)
+            prepare(run, limits, packing=packing)
         assert not (run / "tokens").exists()
         with pytest.raises(UsageError, match="no finished token data set"):
             TokenDataset.open(run / "tokens")
         if num_batches > 2:
             with pytest.raises(UsageError, match=r"row_length.*remove .*tokens\.partial"):
-                prepare(run, packing=packing, row_length=8)
+                prepare(run, limits, packing=packing, row_length=8)
             with pytest.raises(UsageError, match="another number of rows"):
                 prepare(run, {"train": 5}, packing=packing)
         if num_batches == 4:  # another version's journal, or none: the stage begins anew
             (run / ".tokens.partial/journal.json").write_text('{"span": 0, "identity": {}}')
-        resumed = prepare(run, packing=packing)
+        resumed = prepare(run, limits, packing=packing)
         assert contents(resumed.path) == contents(whole.path)
 
 

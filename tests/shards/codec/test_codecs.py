@@ -519,7 +519,7 @@ def test_positions_coarsened_by_an_older_version_are_read() -> None:
 def test_the_default_slots_hold_every_distribution_and_too_few_are_refused() -> None:
     # Uniform is the worst case; of 4,000 positions one has E_0 near 8. Five times the expected
     # number of entries, 1 / (e^eps - 1), would overflow at about one position in 150.
-    tolerance, vocab_size = 0.1, 4000
+    tolerance, vocab_size = 0.1, 2000
     codec = SeededCodec(tolerance_nats=tolerance)
     output, resources = teacher_output((40, 101, vocab_size), spread=0.0)
     arrays = codec.encode(output, SEED, resources)

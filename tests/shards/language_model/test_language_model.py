@@ -63,6 +63,22 @@ def save_without_weights(folder: Path) -> Path:
     return folder
 
 
+def save_half_the_weights(folder: Path) -> Path:
+    weights = save_teacher(folder) / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[: weights.stat().st_size // 2])
+    return folder
+
+
+def save_nothing(folder: Path) -> Path:
+    folder.mkdir()
+    return folder
+
+
+def save_nonsense(folder: Path) -> Path:
+    (save_nothing(folder) / "config.json").write_text('{"model_type": "nonsense"}')
+    return folder
+
+
 def save_with_code(folder: Path) -> Path:
     """Code that would leave a file beside the folder."""
     code = f"open({str(folder.parent / 'ran')!r}, 'w').close()\nclass Own: ...\n"
@@ -82,6 +98,10 @@ def save_with_code(folder: Path) -> Path:
         (save_without_a_tensor, GdistillError, r"the ROLE's weights are incomplete.*mlp\.c_fc"),
         (save_without_weights, UsageError, "the ROLE has no weights"),
         (save_with_code, UsageError, "cannot read the ROLE's configuration"),
+        (save_nonsense, UsageError, "cannot read the ROLE's configuration"),
+        (save_half_the_weights, GdistillError, "cannot load the ROLE"),
+        (save_nothing, UsageError, r"without config\.json"),
+        (lambda folder: folder, UsageError, "no such ROLE folder"),
     ],
 )
 def test_what_is_no_whole_causal_model_is_refused(
@@ -191,6 +211,8 @@ def test_the_context_is_found_under_any_name_and_in_nested_configurations(tmp_pa
     files = files_with(transformers.Gemma3Config(text_config=nested))
     assert (files.context_length, files.hidden_size, files.num_logits) == (77, 8, 9)
     assert files_with(BloomConfig(seq_length=55)).context_length == 55
+    with pytest.raises(UsageError, match=r"no language model.*vit without vocab_size"):
+        _ = files_with(transformers.ViTConfig()).num_logits
     for unlimited in (MambaConfig(), MambaConfig(max_position_embeddings=-1)):
         assert files_with(unlimited).context_length is None
     assert loading.find_pretrained(save_teacher(tmp_path)).context_length == CONTEXT_LENGTH
@@ -220,6 +242,8 @@ def test_weights_are_told_by_name_type_shape_and_bytes_in_whatever_files(tmp_pat
 
     one, two = torch.arange(4.0), torch.arange(6.0)
     first = told({"a": one, "b": two})
+    with pytest.raises(GdistillError, match="damaged safetensors file"):
+        _ = loading.find_pretrained(save_half_the_weights(tmp_path / "half")).weights_sha256
     assert told({"b": two}, {"a": one}) == first
     changed = {"a": one.view(2, 2)}, {"a": one.view(torch.int32)}, {"a": one + 1}, {"c": one}
     assert len({first, *(told({"b": two, **tensors}) for tensors in changed)}) == 5
@@ -266,27 +290,24 @@ def test_a_retry_finds_the_memory_of_the_attempts_that_failed() -> None:
     assert size.rows == 1 and len(attempts) == 3 + 11 + 2, "what was found is remembered"
 
 
-@pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory."), MemoryError()])
-def test_one_row_that_does_not_fit_is_one_error(error: BaseException) -> None:
+@pytest.mark.parametrize(
+    ("error", "told", "tried"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory."), r"batch of one row; got \w+.*; use shorter rows", [4, 2, 1]),
+        (MemoryError(), "batch of one row", [4, 2, 1]),
+        (ValueError("not about memory"), "not about memory", [4]),
+    ],
+)
+def test_one_row_that_does_not_fit_and_other_errors_end_it(error: BaseException, told: str, tried: list[int]) -> None:
+    parts: list[int] = []
+
     def work(part: slice) -> None:
+        parts.append(part.stop - part.start)
         raise error
 
-    with pytest.raises(GdistillError, match=r"batch of one row; got \w+.*; use shorter rows"):
-        in_batches(work, 4, BatchSize(4))
-    with pytest.raises(GdistillError, match="batch of one row"):
-        BatchSize(1).halve(error)
-
-
-def test_other_errors_are_not_tried_again() -> None:
-    parts: list[slice] = []
-
-    def work(part: slice) -> None:
-        parts.append(part)
-        raise ValueError("not about memory")
-
-    with pytest.raises(ValueError, match="not about memory"):
+    with pytest.raises((GdistillError, ValueError), match=told):
         in_batches(work, 4, BatchSize(9))
-    assert parts == [slice(0, 4)]
+    assert parts == tried, "a batch that is smaller than the size is halved itself"
 
 
 @pytest.mark.parametrize(("num_rows", "rows"), [(10, 4), (8, 4), (3, 7), (1, 1)])
@@ -296,12 +317,6 @@ def test_parts_cover_every_row_once_and_none_is_larger(num_rows: int, rows: int)
     assert [i for part in parts for i in range(part.start, part.stop)] == list(range(num_rows))
     assert all(part.stop - part.start <= rows for part in parts)
     assert len(parts) == -(-num_rows // rows)
-
-
-def test_a_smaller_batch_that_did_not_fit_is_halved_itself() -> None:
-    size = BatchSize(512)
-    size.halve(MemoryError(), num_rows=5)
-    assert size.rows == 2
 
 
 def test_a_row_that_no_kernel_can_index_is_refused_with_a_way_out() -> None:

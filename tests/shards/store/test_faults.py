@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import builtins
+import io
 import json
+import os
 import resource
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from multiprocessing import get_context
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -21,7 +25,128 @@ from shards.store.store import ShardStore
 from shards.store.verification import forget, verify
 from shards.store.writer import ShardWriter
 from tests.shards import store_cases as cases
-from tests.shards.store import fault_trials as trials
+
+
+class PowerCut:
+    """Counts calls that change the file system and cuts the power at one of them.
+
+    A write at which that happens is torn: half of it is there. So is, half, every file whose
+    content was not synced since it was written, whatever its name by then.
+    """
+
+    def __init__(self, root: Path, after: int) -> None:
+        self.root, self.left = root, after
+        self.unsynced: set[int] = set()
+        self._open, self._fsync = open, os.fsync
+
+    def is_now(self) -> bool:
+        """Whether the call that asks is the one."""
+        self.left -= 1
+        return self.left < 0
+
+    def cut(self) -> None:
+        for path in self.root.rglob("*"):
+            if path.is_file() and path.stat().st_ino in self.unsynced:
+                os.truncate(path, path.stat().st_size // 2)
+        os._exit(9)
+
+    def dying(self, call: Callable[..., object]) -> Callable[..., object]:
+        def wrapper(*arguments: object, **keywords: object) -> object:
+            if self.is_now():
+                self.cut()
+            return call(*arguments, **keywords)
+
+        return wrapper
+
+    def fsync(self, descriptor: int) -> None:
+        self._fsync(descriptor)
+        self.unsynced.discard(os.fstat(descriptor).st_ino)
+
+    def open(self, file: Any, mode: str = "r", *arguments: Any, **keywords: Any) -> Any:
+        if not set(mode) & set("wxa+"):
+            return self._open(file, mode, *arguments, **keywords)
+        opened = Torn(file, mode)
+        opened.power = self
+        self.unsynced.add(os.fstat(opened.fileno()).st_ino)
+        return opened
+
+
+class Torn(io.FileIO):
+    """An open file at whose ``write`` the power may go."""
+
+    power: PowerCut
+
+    def write(self, data: Any) -> int:
+        if self.power.is_now():
+            super().write(data[: len(data) // 2])
+            self.power.cut()
+        return super().write(data)
+
+
+def write_until_the_power_goes(root: Path, after: int) -> None:
+    """Write the small store until the ``after``-th change of the file system."""
+    power = PowerCut(root, after)
+    for name in ("replace", "open", "unlink", "rmdir", "mkdir"):
+        setattr(os, name, power.dying(getattr(os, name)))
+    os.fsync = power.dying(power.fsync)
+    builtins.open = io.open = power.open
+    cases.write_store(root)
+
+
+@contextmanager
+def damaged(path: Path, data: bytes | None) -> Iterator[None]:
+    """The file with other content (None: gone) while the context lasts."""
+    original = path.read_bytes()
+    try:
+        if data is None:
+            path.unlink()
+        else:
+            path.write_bytes(data)
+        yield
+    finally:
+        path.write_bytes(original)
+
+
+def read_everything(root: Path) -> tuple[dict[str, bytes], list[str]]:
+    """All that a reader can get out of a store, every part on its own; the parts it refuses."""
+    found: dict[str, bytes] = {}
+    refused: list[str] = []
+
+    @contextmanager
+    def part(name: str) -> Iterator[None]:
+        try:
+            yield
+        except GdistillError:
+            refused.append(name)
+
+    with part("store"):
+        store = ShardStore.open(root)
+        found["manifest"] = store.manifest.to_bytes()
+        for name in cases.make_resources():
+            with part(name):
+                found[f"resource {name}"] = store.resources[name].numpy().tobytes()
+        for name in store.manifest.files:
+            with part(name):
+                found[name] = store.file(name)
+        for split in store.manifest.splits:
+            with part(split):
+                reader = store.split(split)
+                for index in range(reader.num_chunks):
+                    with part(f"{split} chunk {index}"):
+                        arrays = reader.read_chunk(index).values()
+                        found[f"{split} {index}"] = b"".join(rows.tobytes() for rows in arrays)
+    return found, refused
+
+
+def check_damage(root: Path, name: str, data: bytes | None, truth: dict[str, bytes]) -> None:
+    """Damage one file: verify names it, a reader refuses, and no part is read wrongly."""
+    with damaged(root / name, data):
+        assert name in [problem.file for problem in verify(root)], f"{name}: not named"
+        found, refused = read_everything(root)
+    assert refused, f"{name}: read as if it were sound"
+    wrong = [part for part, content in found.items() if content != truth[part]]
+    assert not wrong, f"{name}: {wrong} are read wrongly"
+
 
 BIG = {"splits": {"train": 188, "validation": 21}}
 """24 + 3 shards: long enough a write to be killed in the middle."""
@@ -89,7 +214,7 @@ def test_several_and_killed_writers_write_the_bytes_of_one(tmp_path: Path, refer
 @pytest.mark.parametrize("after", [0, 1, 2, 3, 4, 5, 20, 47, 91, 132, 170, 213, 251, 302])
 def test_dying_at_a_file_operation_loses_nothing(tmp_path: Path, sound: Path, after: int) -> None:
     root, reference = tmp_path / "store", cases.file_bytes(sound)
-    assert exit_codes([start(trials.write_until_the_power_goes, root, after)]) == [9]
+    assert exit_codes([start(write_until_the_power_goes, root, after)]) == [9]
     for name, data in cases.file_bytes(root).items():
         if not name.endswith(".tmp") and not name.startswith(".claims/"):
             assert data == reference[name], f"{name} was there and torn"
@@ -200,7 +325,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def truth(root: Path) -> dict[str, bytes]:
     assert verify(root) == []
-    found, refused = trials.read_everything(root)
+    found, refused = read_everything(root)
     assert refused == []
     return found
 
@@ -213,7 +338,7 @@ def test_single_bit_flips_are_all_found(root: Path, truth: dict[str, bytes]) -> 
     for trial in range(60):
         name = names[rng.choice(len(names), p=weights / weights.sum() if trial % 2 else None)]
         bit = int(rng.integers(8 * len(files[name])))
-        trials.check_damage(root, name, trials.flipped(files[name], bit), truth)
+        check_damage(root, name, cases.flipped(files[name], bit), truth)
 
 
 @pytest.mark.parametrize("damage", ["missing", "empty", "cut by one", "halved", "grown by one"])
@@ -221,7 +346,7 @@ def test_no_file_may_be_missing_empty_or_of_another_length(root: Path, truth: di
     for name, data in cases.file_bytes(root).items():
         damages = {"missing": None, "empty": b"", "cut by one": data[:-1]}
         damages |= {"halved": data[: len(data) // 2], "grown by one": data + b"\0"}
-        trials.check_damage(root, name, damages[damage], truth)
+        check_damage(root, name, damages[damage], truth)
 
 
 @pytest.mark.parametrize("data", [None, b"", b"short"])
@@ -229,7 +354,7 @@ def test_the_error_names_the_shard_even_after_it_was_read_once(root: Path, data)
     reader = ShardStore.open(root).split("train")
     reader.read_chunk(2)
     told = r"train/entry_gumbels/c/1/0/0: train shard 1 \(rows 8 to 11\)"
-    with trials.damaged(root / "train/entry_gumbels/c/1/0/0", data), pytest.raises(IntegrityError, match=told):
+    with damaged(root / "train/entry_gumbels/c/1/0/0", data), pytest.raises(IntegrityError, match=told):
         reader.read_chunk(2)
 
 
@@ -245,7 +370,7 @@ def test_every_field_of_the_manifest_is_sealed(root: Path) -> None:
     for field, value in whole.items():
         edited = whole | {field: value + 1 if isinstance(value, int) else "edited"}
         text = json.dumps(edited, indent=2, sort_keys=True).encode() + b"\n"
-        with trials.damaged(root / "manifest.json", text):
+        with damaged(root / "manifest.json", text):
             with pytest.raises(GdistillError, match=r"manifest\.json"):
                 ShardStore.open(root)
             assert [problem.file for problem in verify(root)] == ["manifest.json"]
@@ -253,7 +378,7 @@ def test_every_field_of_the_manifest_is_sealed(root: Path) -> None:
 
 def test_a_manifest_edited_and_sealed_again_does_not_fit_the_ledger(root: Path) -> None:
     edited = unsealed(root) | {"teacher": {**unsealed(root)["teacher"], "id": "another"}}
-    with trials.damaged(root / "manifest.json", seal(edited)):
+    with damaged(root / "manifest.json", seal(edited)):
         with pytest.raises(IntegrityError, match="another manifest"):
             ShardStore.open(root).split("train").read_chunk(0)
         assert len(verify(root)) == 3
@@ -262,7 +387,7 @@ def test_a_manifest_edited_and_sealed_again_does_not_fit_the_ledger(root: Path) 
 def test_a_newer_format_is_refused_by_reader_writer_and_verify(root: Path) -> None:
     newer = {"format_version": FORMAT_VERSION + 1, "something_new": {"a": 1}}
     value = json.loads((root / "manifest.json").read_bytes()) | newer
-    with trials.damaged(root / "manifest.json", json.dumps(value).encode()):
+    with damaged(root / "manifest.json", json.dumps(value).encode()):
         for attempt in (ShardStore.open, cases.open_writer):
             with pytest.raises(GdistillError, match=r"newer format.*upgrade"):
                 attempt(root)
@@ -270,18 +395,18 @@ def test_a_newer_format_is_refused_by_reader_writer_and_verify(root: Path) -> No
 
 
 def test_strangers_are_reported_and_harmless(store: Path) -> None:
-    stranger, before = store / "train/tokens/c/9/0", trials.read_everything(store)
+    stranger, before = store / "train/tokens/c/9/0", read_everything(store)
     stranger.parent.mkdir()
     stranger.write_bytes(b"x")
     (problem,) = verify(store)
     assert problem.file == "train/tokens/c/9/0" and "not a file of this store" in str(problem)
-    assert trials.read_everything(store) == before
+    assert read_everything(store) == before
 
 
 def test_a_shard_written_anew_or_at_work_is_not_forgotten(store: Path) -> None:
     path = store / "train/token_gumbels/c/2/0"
     sound = path.read_bytes()
-    path.write_bytes(trials.flipped(sound, 77))
+    path.write_bytes(cases.flipped(sound, 77))
     problems = verify(store)
     with cases.open_writer(store).location.claim("train-000002", wait=False):
         assert forget(store, problems) == []

@@ -22,8 +22,7 @@ from zarr.storage import MemoryStore
 
 from shards.store import layout
 from shards.store.store import ShardStore
-from tests.shards.store.fault_trials import flipped
-from tests.shards.store_cases import write_store
+from tests.shards.store_cases import flipped, write_store
 
 DTYPES = ["int32", "float32", "uint16", "float16", "uint8", "int8", "bool", "uint64", "float64"]
 FIRST = "a/c/0/0/0"

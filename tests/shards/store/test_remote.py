@@ -29,7 +29,7 @@ from shards.store.store import ShardStore
 from shards.store.verification import verify
 from shards.stream.stream import ShardStream
 from tests.shards import store_cases as cases
-from tests.shards.store.fault_trials import flipped
+from tests.shards.store_cases import flipped
 
 Rows = dict[str, np.ndarray]
 

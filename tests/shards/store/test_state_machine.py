@@ -17,7 +17,7 @@ from shards.store.manifest import ShardRange
 from shards.store.store import ShardStore
 from shards.store.verification import forget, verify
 from tests.shards import store_cases as cases
-from tests.shards.store.fault_trials import flipped
+from tests.shards.store_cases import flipped
 
 SHARDS = cases.make_manifest().all_shards()
 shards = st.sampled_from(SHARDS)
