@@ -20,7 +20,6 @@ from shards.console import progress_bar
 from shards.errors import GdistillError, Stopped, StopRequest, UsageError
 from shards.settings import code_version as stamp
 from shards.store.location import LocalLocation
-from tests.shards.store_cases import write_store
 
 
 def test_writers_of_one_process_id_do_not_meet(tmp_path: Path) -> None:
@@ -299,39 +298,6 @@ def test_a_peek_is_bytes_or_nothing(place: LocalLocation) -> None:
     place.write("a", b"0123456789")
     assert place.peek("a", 7, 3) == b"789" and place.peek("a", -5, 3) == b"012"
     assert place.peek("b", 0, 3) == b""
-
-
-def test_contents_are_on_disk_before_their_name_and_names_before_the_ledger(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    events: list[tuple[str, int, int, str]] = []
-    """Syncs and renames, with what each file was then: what, inode, size, its new name."""
-    fsync, replace = os.fsync, os.replace
-
-    def synced(descriptor: int) -> None:
-        status = os.fstat(descriptor)
-        events.append(("sync", status.st_ino, status.st_size, ""))
-        fsync(descriptor)
-
-    def renamed(source: str, target: str) -> None:
-        status = os.stat(source)
-        events.append(("rename", status.st_ino, status.st_size, str(target)))
-        replace(source, target)
-
-    monkeypatch.setattr(os, "fsync", synced)
-    monkeypatch.setattr(os, "replace", renamed)
-    write_store(tmp_path / "store")
-    renames = [index for index, event in enumerate(events) if event[0] == "rename"]
-    assert len(renames) > 30
-    for index in renames:
-        _, inode, size, target = events[index]
-        before = [event[:3] for event in events[:index]]
-        assert ("sync", inode, size) in before, f"{target} was named before its bytes were safe"
-        folder = os.stat(Path(target).parent).st_ino
-        later = [event[:2] for event in events[index + 1 :]]
-        assert ("sync", folder) in later, f"{target}'s name was never made safe"
-        between = later[: later.index(("sync", folder))]
-        assert "rename" not in [what for what, _ in between], "the next file came first"
 
 
 def test_leftovers_of_one_file_and_of_no_other(tmp_path: Path) -> None:
