@@ -84,7 +84,9 @@ def test_a_published_folder_is_on_disk_before_its_name_and_its_name_too(tmp_path
     work, final = tmp_path / ".work", tmp_path / "model"
     (work / "sub").mkdir(parents=True)
     (work / "sub/weights").write_bytes(b"x")
+    (work / "sub/weights").chmod(0o600)  # as safetensors leaves it
     atomic.publish_folder(work, final)
+    assert (final / "sub/weights").stat().st_mode & 0o666 == final.stat().st_mode & 0o666
     assert {work, work / "sub", work / "sub/weights"} <= set(synced[:-1])
     assert synced[-1] == tmp_path and (final / "sub/weights").read_bytes() == b"x"
     work.mkdir()

@@ -59,7 +59,7 @@ def test_a_row_is_laid_out_likeliest_first() -> None:
 
 @pytest.mark.parametrize("kind", ["jsonl", "parquet"])
 def test_files_of_the_documented_schema_are_read_by_index(tmp_path: Path, kind: str) -> None:
-    records = [{**RECORD, "token_ids": [0, 3, 5 + i]} for i in range(3)]
+    records = [{**RECORD, "token_ids": [0, 3, 4 + i]} for i in range(4)]
     paths = [tmp_path / f"{name}.{kind}" for name in "ab"]
     for path, part in zip(paths, (records[:2], records[2:]), strict=True):
         if kind == "parquet":
@@ -67,9 +67,9 @@ def test_files_of_the_documented_schema_are_read_by_index(tmp_path: Path, kind: 
         else:
             write_lines(path, *part)
     files = ScoreFiles.open(paths[::-1], vocab_size=8, num_top=2)
-    assert files.num_rows == 3
+    assert files.num_rows == 4
     rows = files.read(1, 3)
-    assert same_length(rows, 3, "x").tolist() == [[0, 3, 6], [0, 3, 7]]
+    assert same_length(rows, 3, "x").tolist() == [[0, 3, 5], [0, 3, 6]]
     assert rows[0].top_ids.tolist() == [[-1, -1], [3, 1], [1, -1]]
     known = files.sha256
     paths[1].write_bytes(paths[0].read_bytes())

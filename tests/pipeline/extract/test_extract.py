@@ -174,10 +174,16 @@ def disk_full(*_: Any) -> None:
 def test_errors_of_every_thread_end_the_run_in_one_line_and_leave_nothing_half_done(
     tmp_path: Path, asked: Asked, reference: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    encode, calls = Extractor._encode, []
+
+    def fails_at_a_shards_last_batch(self: Extractor, *given: Any) -> None:
+        calls.append(given)
+        disk_full() if len(calls) == 4 else encode(self, *given)
+
     cases: list[tuple[type, str, Any, str]] = [
         (Teacher, "forward", out_of_memory, "batch of one row"),
         (PosteriorCodec, "encode", out_of_memory, "batch of one row"),
-        (Extractor, "_encode", disk_full, "disk full"),
+        (Extractor, "_encode", fails_at_a_shards_last_batch, "disk full"),
         (ShardWriter, "write", disk_full, "disk full"),
     ]
     for owner, name, broken, message in cases:

@@ -14,6 +14,7 @@ import pytest
 import torch
 from scipy.stats import chisquare, ks_2samp
 from torch import Tensor
+from torch.nn.functional import pad
 
 from shards.codec import protocol
 from shards.codec.full import FullCodec, frozen_posterior, round_down_to_half
@@ -317,9 +318,10 @@ def test_the_arrays_of_the_most_probable_tokens_are_those_of_the_distribution() 
 
 
 def test_fewer_known_tokens_leave_their_mass_to_the_tail() -> None:
+    """Where an id is -1 none is known."""
     _, resources, (ids, values, tokens, own) = scored(3)
-    codec = PosteriorCodec(num_entries=KEPT)
-    arrays = codec.encode_likeliest(ids, values, tokens, own, resources)
+    codec, given = PosteriorCodec(num_entries=KEPT), (pad(ids, (0, 2), value=-1), pad(values, (0, 2), value=-math.inf))
+    arrays = codec.encode_likeliest(*given, tokens, own, resources)
     listed = (ids == tokens[:, None]).any(1)
     expected = 1 - values.exp().sum(1) - torch.where(listed, 0.0, own.exp())
     tail = arrays["tail_log_mass"].float().exp()
@@ -327,15 +329,6 @@ def test_fewer_known_tokens_leave_their_mass_to_the_tail() -> None:
     found = codec.distribution(arrays, tokens, own, resources).tile(0, 40)
     torch.testing.assert_close(found.sum(1), torch.ones(6), atol=5e-3, rtol=0)
     torch.testing.assert_close(found.gather(1, tokens[:, None])[:, 0], own.exp())
-
-
-def test_unknown_entries_are_no_entries() -> None:
-    ids, log_probs = torch.tensor([[4, -1, -1]]), torch.tensor([[0.5, 0.0, 0.0]]).log()
-    codec, own, resources = PosteriorCodec(KEPT), torch.tensor([math.log(0.25)]), scored(1)[1]
-    arrays = codec.encode_likeliest(ids, log_probs, torch.tensor([7]), own, resources)
-    found = codec.distribution(arrays, torch.tensor([7]), own, resources).tile(0, 40)[0]
-    assert abs(float(found[4]) - 0.5) < 0.01 and abs(float(found[7]) - 0.25) < 1e-6
-    assert abs(float(arrays["tail_log_mass"].float().exp()) - 0.25) < 1e-3
     rounded = torch.tensor([[7, 4]]), torch.tensor([[0.0, -7.0]]), torch.tensor([7])
     sure = codec.encode_likeliest(*rounded, torch.zeros(1), resources)  # more than 1 together
     assert bool(sure["tail_log_mass"].isfinite().all())
