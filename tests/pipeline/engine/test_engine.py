@@ -18,7 +18,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from pipeline.engine import Engine, StatesTeacher, without_layers
-from pipeline.scored import ScoreFiles, row_of_response, same_length, scored_row
+from pipeline.scored import ScoreFiles, same_length, scored_row
 from pipeline.settings import EngineSettings, Worker, resolve_request
 from pipeline.tokens.dataset import PartWriter
 from shards.errors import GdistillError, UsageError
@@ -114,6 +114,8 @@ BAD_ANSWERS: list[tuple[dict[str, Any], str]] = [
     ({"choices": None, "prompt_token_ids": [1, 2]}, "not an engine's answer"),
     ({"choices": [None], "prompt_token_ids": [1, 2]}, "not an engine's answer"),
     ({"choices": "x"}, "without token ids"),
+    ({"choices": [{"text": "a"}], "prompt_token_ids": [1, 2]}, "no log-probabilities of the prompt.*sglang"),
+    ({"meta_info": {"finish_reason": {"type": "abort"}}, "prompt_token_ids": [1, 2]}, "of the prompt.*abort.*sglang"),
     ({"choices": [{"prompt_logprobs": TOPS}], "prompt_token_ids": "abc"}, "not token ids"),
     ({"choices": [{"prompt_logprobs": 3}], "prompt_token_ids": [0, 3, 5]}, "another tokeniz"),
     ({"meta_info": OTHER, "prompt_token_ids": [0, 3, 5]}, "another tokeniz.*position 2.*got 6"),
@@ -151,15 +153,6 @@ def test_rows_of_different_lengths_are_refused(tmp_path: Path) -> None:
         same_length(ScoreFiles.open([path], 8, 2).read(0, 2), 3, str(path))
 
 
-def test_a_server_without_log_probabilities_of_prompts_is_named() -> None:
-    for answer in (
-        {"choices": [{"text": "a", "prompt_logprobs": None, "logprobs": None}]},
-        {"meta_info": {"finish_reason": {"type": "abort", "message": "too long"}}},
-    ):
-        with pytest.raises(GdistillError, match=r"no log-probabilities of the prompt.*sglang"):
-            row_of_response(answer, [1, 2], vocab_size=8, num_top=2, where="here")
-
-
 # Scores from a server: right, in order, through misbehaviour, and never of another model.
 
 ROWS = np.random.default_rng(0).integers(2, VOCAB_SIZE, (12, ROW_LENGTH)).tolist()
@@ -178,8 +171,10 @@ def engine(url: str, **changes: Any) -> Engine:
 
 @pytest.mark.parametrize("dialect", DIALECTS)
 def test_scores_are_the_models_own_in_the_order_of_the_rows(teacher: Path, dialect: str) -> None:
-    with EngineServer(teacher, dialect).running() as url:
-        rows = list(engine(url, dialect=dialect).score(ROWS, NAMES))
+    server = EngineServer(teacher, dialect)
+    with server.running() as url:
+        rows = list(engine(url, dialect=dialect, in_flight=4).score(ROWS, NAMES))
+    assert 2 <= server.most_in_flight <= 4
     model = AutoModelForCausalLM.from_pretrained(teacher).eval()
     with torch.inference_mode():
         log_probs = model(torch.tensor(ROWS)).logits[:, :-1].log_softmax(-1)
@@ -219,12 +214,6 @@ def test_a_dead_address_is_known_at_once() -> None:
     assert (retries.total, retries.connect) == (7, 2)
     with pytest.raises(GdistillError, match=r"does not answer.*refused"):
         asked.identity()
-
-
-def test_requests_overlap(server: EngineServer) -> None:
-    with server.running() as url:
-        list(engine(url, in_flight=4).score(ROWS * 4, NAMES * 4))
-    assert 2 <= server.most_in_flight <= 4
 
 
 @pytest.mark.parametrize("misdeeds", [[429, 429], [500, "cut", 503], ["cut"]])
@@ -383,7 +372,10 @@ def test_a_killed_run_goes_on_where_the_ledger_ends_and_with_the_same_model(
             run(tmp_path / "broken", given)
         server.name, server.num_scored = "tiny", 0
         run(tmp_path / "broken", given)
-    assert 0 < server.num_scored < all_scored
+        num_scored, given["engine"]["num_top"] = server.num_scored, NUM_TOP + 1
+        with pytest.raises(UsageError, match=r"other inputs.*teacher\.num_top"):
+            run(tmp_path / "broken", given)
+    assert 0 < num_scored < all_scored
     assert contents(tmp_path / "whole/store") == contents(tmp_path / "broken/store")
 
 

@@ -290,6 +290,7 @@ CHANGES: list[tuple[dict, str]] = [
     ({"tokenizer": {"id": "tiny", "sha256": "00"}}, "tokenizer.sha256"),
     ({"tokens": {"fingerprint": "00", "corpus": {}}}, "tokens"),
     ({"codec": {"name": "topk", "parameters": {"num_entries": 4}}}, "parameters.num_entries"),
+    ({"codec": {"name": "topk", "parameters": {"num_entries": 3.0}}}, r"num_entries.*got 3\.0.*expected 3"),
     ({"versions": {"gdistill": "0.2.0"}}, r"versions\.gdistill.*0\.2\.0.*0\.1\.0"),
     ({"versions": {"gdistill": "0.1.0", "torch": "2"}}, "versions.torch.*expected 'absent'"),
     ({"rows_per_chunk": 2}, "rows_per_chunk"),

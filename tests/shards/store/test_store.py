@@ -159,6 +159,12 @@ def test_a_finished_store_has_nothing_pending_and_does_not_change(store: Path) -
     writer.write(shard, arrays)  # other values do not replace what is there
     with writer.claim(shard) as mine:
         assert not mine
+    # A claim that was let go of is none: another writer has finished the shard meanwhile.
+    (store / shard.record_file).unlink()
+    with writer.claim(shard) as mine:
+        assert mine
+    cases.write_pending(cases.open_writer(store))
+    writer.write(shard, arrays)
     assert cases.file_bytes(store) == before
 
 
