@@ -21,7 +21,7 @@ import pyarrow.parquet as pq
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors, trainers
+from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from pipeline.corpus.config import CorpusConfig, corpus_config
@@ -437,6 +437,10 @@ def test_a_normalizer_that_adds_to_the_text_forbids_cuts(bpe: PreTrainedTokenize
     assert cut_between_words(fast, TEXTS["sentences"], 100) == [TEXTS["sentences"]]
     fast.normalizer = normalizers.NFC()  # type: ignore[assignment]
     assert len(cut_between_words(fast, TEXTS["accents"], 100)) > 10
+    # Nor is a word cut that holds white space.
+    fast.pre_tokenizer = pre_tokenizers.Split(Regex(r"sat, then|\s|\S+"), "isolated")  # type: ignore[assignment]
+    pieces = cut_between_words(fast, TEXTS["sentences"], 100)
+    assert len(pieces) > 10 and not any(piece.startswith(" then") for piece in pieces)
 
 
 def test_real_tokenizers(shared: Path) -> None:
