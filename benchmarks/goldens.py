@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
+from jaxtyping import Float, Int
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -14,7 +16,7 @@ from benchmarks.dense_noise import DenseNoise, given_posterior
 from shards.noise.embedding import Noise
 from trainer.importing import our_parameters
 from trainer.objective.batch import Batch, OfRows, Places
-from trainer.objective.corruption import Corruption, corruption_from_uniforms
+from trainer.objective.corruption import MASK_LOGIT_OFFSET, Corruption, corruption_from_uniforms, masked_log_probs
 from trainer.students.conditioning import EmbeddedNoise
 from trainer.students.configuration import DiffusionSettings, NoiseSettings
 from trainer.students.registry import STUDENTS, Student, StudentSettings
@@ -164,3 +166,30 @@ def posterior_of(logits: Tensor, tokens: Tensor, zeta: Tensor, zeta_0: Tensor) -
     others, first = (-zeta).exp().view(log_probs.shape), (-zeta_0).exp().flatten()
     noise = given_posterior(log_probs, tokens[:, 1:].flatten(), others, first)
     return noise.gumbels().unflatten(0, (tokens.shape[0], -1))
+
+
+def substituted_log_probs(
+    logits: Float[Tensor, "*s v1"], tokens: Int[Tensor, "*s"], mask_id: int
+) -> Float[Tensor, "*s v1"]:
+    """SUBS: the mask gets -1e6, log-softmax in float32, unmasked positions become one-hot."""
+    log_probs = masked_log_probs(logits, mask_id)
+    index = torch.arange(logits.shape[-1], device=logits.device)
+    carried = torch.where(index == tokens[..., None], 0.0, MASK_LOGIT_OFFSET)
+    return torch.where((tokens == mask_id)[..., None], log_probs, carried)
+
+
+def predict(
+    student: Any, tokens: Tensor, noise: EmbeddedNoise | None = None, sigma: Tensor | None = None
+) -> Float[Tensor, "b l v1"]:
+    """An MDLM's log-probabilities of x_0 (SUBS): one-hot where a token is known, the mask never."""
+    logits = student._project(*student.sampling_states(tokens, noise, sigma))
+    return substituted_log_probs(logits, tokens, student.mask_id)
+
+
+def denoise(
+    student: Any, noised: Tensor, clean: Tensor, noise: EmbeddedNoise | None = None, sigma: Tensor | None = None
+) -> Float[Tensor, "b l v1"]:
+    """Raw logits of an MDLM's training pass at every position; ``clean`` matters to block models."""
+    embeddings, layer_noise = student.embed(noised, noise)
+    level = student._level(sigma)
+    return student._project(student.contextualize(embeddings, clean, level, layer_noise), level)

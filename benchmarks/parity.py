@@ -20,25 +20,21 @@ from benchmarks.goldens import (
     batch_of,
     condition_of,
     corruption_of,
+    denoise,
     mismatches,
     posterior_of,
+    predict,
     relative,
     relative_to_largest,
     row_noise,
     student_of,
+    substituted_log_probs,
 )
 from benchmarks.measure import machine
 from shards.atomic import write_json_atomic
 from trainer.importing import our_parameters
 from trainer.objective.batch import Places
-from trainer.objective.corruption import (
-    SCHEDULES,
-    masking_sigma,
-    rate_noise,
-    stratified_times,
-    substituted_log_probs,
-    total_noise,
-)
+from trainer.objective.corruption import SCHEDULES, masking_sigma, rate_noise, stratified_times, total_noise
 from trainer.students.bd3lm import training_mask
 from trainer.students.dit import Rotary, sigma_features
 from trainer.students.fused_head import weighted_nll
@@ -75,7 +71,7 @@ def diffusion_case(folder: Path, name: str) -> list[Comparison]:
         noise = student.embed_noise(batch.noise.at(rows))
         condition = noise.laid_out(rows.nonzero(as_tuple=True), rows.shape)
     with torch.no_grad():
-        logits = student.denoise(golden["xt"], golden["x0"], condition, golden["sigma_in"])
+        logits = denoise(student, golden["xt"], golden["x0"], condition, golden["sigma_in"])
     log_probs = substituted_log_probs(logits, golden["xt"], student.mask_id)
     share = counted.float().mean()  # the authors' padded tokens; rows of a store have none
     weighted = replace(corruption, weight=corruption.weight * counted / share)
@@ -153,7 +149,7 @@ def sampling_case(folder: Path, name: str) -> list[Comparison]:
         if "gumbel" in golden.tensors:
             condition = condition_of(student, golden["gumbel"], tokens)
         logits = student(tokens, condition).logits
-        log_probs = student.predict(tokens, condition)
+        log_probs = predict(student, tokens, condition)
         own = None if condition is None else condition[:, -size:]
         finished, block = tokens[:, :-size], tokens[:, -size:]
         masked, cache = block == student.mask_id, student.start_cache(tokens.shape[0])

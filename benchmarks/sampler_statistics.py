@@ -23,6 +23,7 @@ from scipy import optimize, stats
 from torch import Tensor
 
 from benchmarks.dense_noise import DenseNoise
+from benchmarks.goldens import predict
 from shards.settings import derive_seed
 from trainer.importing import our_parameters
 from trainer.sampling.block import BlockSampler, SequentialSampler
@@ -237,7 +238,7 @@ def exact_one_step(goldens: Goldens, tau: float) -> Float[Tensor, "*row"]:
     assert noise is not None
     condition = student.embed_noise(noise, tau)[None]
     with torch.no_grad():
-        p = student.predict(goldens.rows(1), condition)[0, 1:].double().exp()
+        p = predict(student, goldens.rows(1), condition)[0, 1:].double().exp()
     return reduce(lambda rows, marginal: rows[..., None] * marginal, p)
 
 

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 from transformers import GPT2LMHeadModel
 
+from benchmarks.goldens import substituted_log_probs
 from shards.noise.embedding import Noise, dense_arrivals
 from shards.noise.gumbel import DenseProbabilities, KeyedPosterior
 from shards.noise.philox import PositionKeys
 from trainer.objective.batch import Batch, Places
-from trainer.objective.corruption import substituted_log_probs
 from trainer.students.registry import MDLM
 from trainer.training.checkpoint import clip_gradients
 

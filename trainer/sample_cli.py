@@ -109,22 +109,14 @@ def sample(
 
 
 def exclude(remedy: str = "", **options: Any) -> None:
-    """Refuse options that exclude each other.
-
-    Raises:
-        UsageError: Where more than one of them was named.
-    """
+    """Refuse (UsageError) more than one of options that exclude each other."""
     names = [f"--{name.replace('_', '-')}" for name, value in options.items() if value is not None]
     if len(names) > 1:
         raise UsageError("these exclude each other", where=", ".join(names), remedy=remedy)
 
 
 def parse_budgets(option: str, text: str) -> list[int]:
-    """``8,16,32`` as integers.
-
-    Raises:
-        UsageError: For anything that is not a list of distinct positive integers.
-    """
+    """``8,16,32`` as integers; a UsageError for what is no list of distinct positive integers."""
     if not re.fullmatch(r" *[1-9]\d{0,6} *(, *[1-9]\d{0,6} *)*", text, re.ASCII):
         expected = "positive integers such as 16 or 8,16,32"
         raise UsageError("bad NFE", where=option, got=text[:40], expected=expected)

@@ -22,7 +22,7 @@ from tokenizers import Tokenizer, models
 from transformers import AutoModel, PreTrainedTokenizerFast
 
 import trainer
-from benchmarks.goldens import absolute, condition_of
+from benchmarks.goldens import absolute, condition_of, denoise
 from shards.atomic import sha256_file
 from shards.errors import GdistillError, UsageError
 from shards.settings import merge, nested
@@ -56,7 +56,7 @@ def logits_of(student: Student, expected: dict[str, torch.Tensor]) -> torch.Tens
     condition = None
     if "gumbel" in expected:
         condition = condition_of(student, expected["gumbel"], noised)
-    return student.denoise(noised, clean, condition)
+    return denoise(student, noised, clean, condition)
 
 
 @pytest.mark.parametrize("weights", ["ema", "raw"])

@@ -6,7 +6,7 @@ the stored arrays, and ``RowNoise.at(places)`` hands the masked positions to the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Any, ClassVar, Protocol, TypeVar, runtime_checkable
@@ -28,11 +28,7 @@ This = TypeVar("This", bound="OfRows")
 
 
 class OfRows:
-    """A frozen dataclass whose tensors, those in dictionaries too, have one entry for each row.
-
-    Attributes:
-        shared: Fields that are the same for all rows.
-    """
+    """A frozen dataclass whose tensors, in dictionaries too, have one entry a row; ``shared`` fields have none."""
 
     shared: ClassVar[tuple[str, ...]] = ()
 
@@ -41,7 +37,7 @@ class OfRows:
         return self.changed(lambda array: array[part])
 
     def changed(self: This, change: Callable[[Tensor], Tensor]) -> This:
-        """The same change of all tensors."""
+        """All tensors changed alike."""
 
         def apply(value: Any) -> Any:
             if isinstance(value, OfRows):
@@ -60,7 +56,7 @@ class RowNoise(Protocol):
     """The noise of a batch of rows (:class:`OfRows`), read at the masked positions only."""
 
     def at(self, where: Bool[Tensor, "b l"] | Places) -> Noise:
-        """Noise of the masked positions in row-major order; column 0 is never masked."""
+        """Noise of the masked positions, row-major; column 0 is never masked."""
         ...
 
 
@@ -92,7 +88,6 @@ class Batch(OfRows):
 
     @property
     def num_rows(self) -> int:
-        """B."""
         return self.tokens.shape[0]
 
     @property
@@ -100,15 +95,14 @@ class Batch(OfRows):
         """Tokens that a validation loss is the mean over: those that count, but for position 0."""
         return self.tokens[:, 1:].numel() if self.counted is None else int(self.counted[:, 1:].sum())
 
-    def micro_batches(self, size: int | None) -> Iterator[Batch]:
-        """The batch in parts of at most ``size`` rows (None: whole); times and masks stay the same.
+    def micro_batches(self, size: int | None) -> list[Batch]:
+        """Parts of at most ``size`` rows (None: whole); times and masks stay the same.
 
-        Slots are strata of t, so a part of neighbours would be nearly clean or nearly all masked:
-        every n-th row goes to the same one of n parts, and all are about equally much work.
+        Slots are strata of t: a part of neighbours would be nearly clean or nearly all masked, so
+        every n-th row goes to the same one of n parts.
         """
         num_parts = max(1, -(-self.num_rows // (size or max(1, self.num_rows))))
-        for first in range(num_parts):
-            yield self if num_parts == 1 else self.rows(slice(first, None, num_parts))
+        return [self.rows(slice(first, None, num_parts)) for first in range(num_parts)]
 
     def to(self, device: torch.device) -> Batch:
         """The same rows on another device, without waiting for it.
@@ -126,14 +120,9 @@ class StoredRowNoise(OfRows):
     """The noise of B stored rows; nothing is decoded before :meth:`at`.
 
     Attributes:
-        codec: Decodes the arrays.
-        arrays: The codec's arrays, [B, L, *trailing].
-        tokens: [B, L].
-        token_log_probs: [B, L], nats.
-        row_ids: [B].
-        seed: Stream seed of the position keys.
-        draw: Draw number of the position keys.
-        resources: The store's resources, on the device that decodes.
+        arrays: The codec's, [B, L, *trailing].
+        seed: Stream seed of the position keys, as is ``draw`` their draw number.
+        resources: The store's, on the device that decodes.
     """
 
     shared: ClassVar[tuple[str, ...]] = ("codec", "resources")
@@ -147,7 +136,6 @@ class StoredRowNoise(OfRows):
     resources: dict[str, Tensor]
 
     def at(self, where: Bool[Tensor, "b l"] | Places) -> Noise:
-        """See :class:`RowNoise`."""
         places = Places.of(where)
         keys = PositionKeys(self.seed, self.row_ids[places.rows], places.positions, self.draw)
         return self.codec.decode(*self._read(places), keys, self.resources)
@@ -180,13 +168,9 @@ class BatchMaker:
     (seed, epoch, row, position); one that stores a draw is read with the keys it was written with.
 
     Attributes:
-        store: Where the rows come from.
-        split: Which of its splits.
-        seed: Run seed.
         device: Where micro-batches will go.
-        with_noise: Whether the student looks at noise, or at the teacher's probabilities.
-        num_draws: Distinct draws of fresh noise, met in turn from epoch to epoch; None for ever
-            new ones.
+        with_noise: Whether the student reads noise, or the teacher's probabilities.
+        num_draws: Distinct draws of fresh noise, in turn from epoch to epoch; None for ever new ones.
     """
 
     store: ShardStore
@@ -208,7 +192,6 @@ class BatchMaker:
         return {name: self.store.resources[name].to(self.device) for name in wanted}
 
     def __call__(self, rows: RowBatch) -> Batch:
-        """The batch of these rows."""
         arrays, codec, noise = dict(rows.arrays), self.store.codec, None
         tokens, log_probs = arrays.pop("tokens").long(), arrays.pop("token_log_probs")
         counted = arrays.pop("counted", None)
@@ -225,12 +208,7 @@ class BatchMaker:
 
 @dataclass(frozen=True)
 class Places:
-    """n places of a [B, L] batch, row by row: where a mask is true, listed once.
-
-    Attributes:
-        rows: [n] int64.
-        positions: [n] int64.
-    """
+    """n places of a [B, L] batch, row by row, int64: where a mask is true, listed once."""
 
     rows: Int[Tensor, "n"]
     positions: Int[Tensor, "n"]
@@ -242,14 +220,12 @@ class Places:
 
     @property
     def index(self) -> tuple[Int[Tensor, "n"], Int[Tensor, "n"]]:
-        """For ``index_put``."""
         return self.rows, self.positions
 
     def __len__(self) -> int:
         return self.rows.shape[0]
 
     def read(self, values: Shaped[Tensor, "b l *d"]) -> Shaped[Tensor, "n *d"]:
-        """What stands there."""
         return values[self.rows, self.positions]
 
     def shifted(self, num_columns: int) -> Places:
@@ -262,60 +238,3 @@ def all_but_first(tokens: Int[Tensor, "b l"]) -> Places:
     rows, length = tokens.shape
     index = torch.arange(rows * (length - 1), device=tokens.device)
     return Places(index // (length - 1), index % (length - 1) + 1)
-
-
-class CopiesAhead:
-    """The parts of one batch after another, on a device: the next is copied while one is computed on.
-
-    On a GPU copies go from pinned memory on a stream of their own, so neither the host waits for
-    them nor the kernels before them. At most two parts are on the device.
-
-    Args:
-        device: Where they are computed on.
-        size: Rows of a part; None keeps batches whole.
-    """
-
-    def __init__(self, device: torch.device, size: int | None) -> None:
-        self.device, self.size = device, size
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._announced: tuple[Batch, Iterator[Batch], tuple[Batch, Any]] | None = None
-
-    @property
-    def looks_ahead(self) -> bool:
-        """Whether there is something to gain by :meth:`announce`."""
-        return self._stream is not None
-
-    def announce(self, batch: Batch) -> None:
-        """The batch whose parts will be asked for next: the first of them sets out now."""
-        parts = batch.micro_batches(self.size)
-        self._announced = batch, parts, self._send(next(parts))
-
-    def of(self, batch: Batch) -> Iterator[tuple[Batch, bool]]:
-        """The parts of a batch on the device in turn, and whether each is the last."""
-        if self._announced is None or self._announced[0] is not batch:
-            self.announce(batch)
-        assert self._announced is not None
-        (_, parts, coming), self._announced = self._announced, None
-        for following in parts:
-            sent = self._send(following)
-            yield self._arrived(*coming), False
-            coming = sent
-        yield self._arrived(*coming), True
-
-    def _send(self, part: Batch) -> tuple[Batch, Any]:
-        """The part on its way, and the event of its copy."""
-        with torch.cuda.stream(self._stream):
-            return part.to(self.device), None if self._stream is None else self._stream.record_event()
-
-    def _arrived(self, part: Batch, copied: Any) -> Batch:
-        """The part, for the stream that computes: it waits for the copy, and the memory for it."""
-        if copied is None:
-            return part
-        computing = torch.cuda.current_stream(self.device)
-        computing.wait_event(copied)
-
-        def kept(array: Tensor) -> Tensor:
-            array.record_stream(computing)
-            return array
-
-        return part.changed(kept)

@@ -100,8 +100,7 @@ def masking_sigma(p: Float[Tensor, "*s"]) -> Float[Tensor, "*s"]:
 
 def law_of(settings: DiffusionSettings) -> Schedule:
     """p(t) and the weight of a masked token, as the settings name them."""
-    is_rate = settings.loss_weighting == "rate"
-    return RATE_SCHEDULE if is_rate else SCHEDULES[settings.schedule]
+    return RATE_SCHEDULE if settings.loss_weighting == "rate" else SCHEDULES[settings.schedule]
 
 
 def stratified_times(
@@ -137,8 +136,7 @@ def draw_mask(
     Args:
         uniforms: Round number -> uniforms; round 0 is the first draw, each later round redraws.
         probability: p per block.
-        bounds: (low, high) masked fraction to enforce; None enforces nothing. A low of 1e-3 and a
-            high of 1 are open.
+        bounds: (low, high) masked fraction, of which 1e-3 and 1 are open; None enforces nothing.
     """
     first, num_blocks = uniforms(0), probability.shape[1]
     block_size = first.shape[1] // num_blocks
@@ -168,27 +166,13 @@ def _enforced(bounds: Clips) -> Clips:
 
 
 def require_reachable(bounds: Clips, block_size: int) -> None:
-    """Refuse clips that no number of masked tokens in a block can satisfy.
-
-    Raises:
-        UsageError: When no integer count / block_size lies within the enforced bounds.
-    """
+    """Refuse (UsageError) clips that no number of masked tokens in a block can satisfy."""
     low, high = _enforced(bounds)
     if math.floor(high * block_size + 1e-9) < math.ceil(low * block_size - 1e-9):
         what = "no masked fraction of a block lies within the clips"
         got = f"{bounds} with blocks of {block_size}"
         remedy = "widen the clips or turn resample off"
         raise UsageError(what, where="min_time, max_time", got=got, remedy=remedy)
-
-
-def substituted_log_probs(
-    logits: Float[Tensor, "*s v1"], tokens: Int[Tensor, "*s"], mask_id: int
-) -> Float[Tensor, "*s v1"]:
-    """SUBS: the mask gets -1e6, log-softmax in float32, unmasked positions become one-hot."""
-    log_probs = masked_log_probs(logits, mask_id)
-    index = torch.arange(logits.shape[-1], device=logits.device)
-    carried = torch.where(index == tokens[..., None], 0.0, MASK_LOGIT_OFFSET)
-    return torch.where((tokens == mask_id)[..., None], log_probs, carried)
 
 
 def masked_log_probs(logits: Float[Tensor, "*s v1"], mask_id: int) -> Float[Tensor, "*s v1"]:
@@ -199,11 +183,7 @@ def masked_log_probs(logits: Float[Tensor, "*s v1"], mask_id: int) -> Float[Tens
 
 
 def row_uniforms(purpose: str, batch: Batch, stream: int, count: int) -> Float[Tensor, "b count"]:
-    """Uniforms in (0, 1), float32, keyed by (purpose, seed, epoch, row), for each row of a batch.
-
-    Counter-based, so they depend neither on the world size nor on the device. ``purpose`` and
-    ``stream`` tell draws of one seed apart.
-    """
+    """Uniforms in (0, 1), float32, keyed by (purpose, stream, seed, epoch, row), whatever device and world size."""
     seed = derive_seed(batch.seed, purpose, stream // NUM_STREAMS)
     keys = PositionKeys(seed, batch.row_ids, torch.zeros_like(batch.row_ids), batch.epoch)
     bits = stream_bits(keys, stream % NUM_STREAMS, count)

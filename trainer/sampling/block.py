@@ -39,7 +39,6 @@ from trainer.sampling.fill import (
 )
 from trainer.sampling.noise import Decision, RowNoise, SampleKeys
 from trainer.sampling.orders import Confidence, ConfidencePass, confidence_order, most_certain, uniform_order
-from trainer.sampling.stopping import StopRule
 from trainer.students.dit import KeyValueCache
 from trainer.students.registry import AR, BD3LM, Student
 
@@ -194,7 +193,7 @@ class BlockSampler(DiffusionSampler):
                 yield from uniform_order(rows, None)
             else:
                 yield from ancestral_order(rows, ancestral_times(budget, self.final_argmax))
-            if stop != StopRule() and bool((done := self._is_done(rows, low)).any()):
+            if self.can_stop and bool((done := self._is_done(rows, low)).any()):
                 rows.keep((~done).nonzero()[:, 0])
             if not len(rows.active):
                 break

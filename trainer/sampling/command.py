@@ -58,7 +58,7 @@ def rows_to_fill(
 ) -> tuple[tuple[int, ...], ...]:
     """Token ids of the rows, the mask id where to fill; sample i fills row i modulo their number.
 
-    Without prompt and infill only the first token is given: bos, or eos where there is no bos.
+    Without prompt and infill only the first token is given.
     """
     config = loaded.student.config
     length = config.row_length if length is None else length
@@ -88,8 +88,8 @@ def sampler_variants(
     """(folder below ``--out``, a sampler by the name of its file) for each value of the sweep.
 
     Args:
-        student: Has a sampler that suits it, where ``name`` is None.
-        name: Of the sampler that is asked for.
+        student: Its own sampler is taken where ``name`` is None.
+        name: Of the sampler.
         options: Its settings by dotted name.
         overrides: Further settings, ``key=value``.
         sweep: ``key=value,value,...``.
@@ -169,15 +169,13 @@ class SampleRun:
     """Everything that a run needs.
 
     Attributes:
-        loaded: The student.
-        samplers: By the name of the file that it fills.
+        samplers: By the name of the file that each fills.
         rows: From :func:`rows_to_fill`.
         skips_first: Whether the first token is no text, but the bos that begins a row.
         seed: Names all randomness, with the sample index.
         num_samples: Samples per file.
         batch_size: Samples per forward pass; no sample depends on it.
         precision: ``fp32``, or ``bf16`` for autocast.
-        out: Folder of the files.
     """
 
     loaded: ModelFolder
@@ -212,7 +210,6 @@ class SampleRun:
 
     @property
     def files(self) -> list[SampleFile]:
-        """One per sampler."""
         return [SampleFile(self.out / name) for name in self.samplers]
 
     def identity(self) -> dict[str, Any]:
@@ -259,10 +256,7 @@ class SampleRun:
         }
 
     def run(self, products: str = "float32") -> list[Path]:
-        """Draw what is missing; the finished files.
-
-        Args:
-            products: How float32 matrix products run: ``float32``, or ``TF32`` on a GPU.
+        """Draw what is missing; the finished files. ``products`` is how float32 products run, for the record.
 
         Raises:
             UsageError: When the folder cannot be written, or is of another run or held by one.

@@ -37,13 +37,12 @@ POSITIONS_AT_A_TIME = 8000
 
 @dataclass(frozen=True)
 class Pass:
-    """A forward pass: m rows, and the n places that it predicts in them.
+    """A forward pass: m rows, each once, and the n places that it predicts in them.
 
     Attributes:
-        rows: [m] int64, each once.
         places: Places of the batch.
         where: The same places among the m rows.
-        steps: [m] int64 from 1, the step each row is in; None where steps have no number.
+        steps: The step each row is in, from 1; None where steps have no number.
         rule: How their tokens are chosen; None is the sampler's own.
     """
 
@@ -60,12 +59,10 @@ class Rows:
     Attributes:
         tokens: [B, L], filled in place.
         masked: [B, L], what is to be filled.
-        keys: Names of the draws.
-        active: [m] rows that passes are made of; all of them, unless a subclass says otherwise.
+        active: [m] rows that passes are made of; all, unless a subclass says otherwise.
         columns: Columns that are filled now; likewise.
         nfe: [B] forward passes so far.
-        details: Further results.
-        levels: [T + 1] noise level of each step, and of the final fill, for a time-conditioned student; else None.
+        levels: [T + 1] noise level of each step, and of the final fill, for a time-conditioned student.
     """
 
     def __init__(self, student: Any, tokens: Int[Tensor, "b l"], noise: RowNoise, keys: SampleKeys) -> None:
@@ -84,7 +81,7 @@ class Rows:
         return self.tokens[self.active, self.columns] == self.student.mask_id
 
     def start(self) -> None:
-        """What is read once."""
+        """Read what is read once."""
         self.condition = self.noise.embed(self.student, self.masked, self.everyone)
 
     def set_times(self, times: Float[Tensor, "steps1"]) -> None:
@@ -100,7 +97,6 @@ class Rows:
         return self.student.predict_at(self.tokens[part.rows], part.where, condition, self.level(part))
 
     def level(self, part: Pass) -> Float[Tensor, "m"] | None:
-        """Noise level of each row of a pass."""
         return None if self.levels is None or part.steps is None else self.levels[part.steps - 1]
 
 
@@ -131,15 +127,18 @@ class Sampler(ABC):
 
     @property
     def rule(self) -> TokenRule:
-        """How tokens are chosen: the settings of the rule that this sampler has."""
+        """How tokens are chosen, by those of the rule's settings that this sampler has."""
         names = [field.name for field in fields(TokenRule) if hasattr(self, field.name)]
         return TokenRule(**{name: getattr(self, name) for name in names})
 
+    @property
+    def can_stop(self) -> bool:
+        """Whether samples may end early or be drawn anew."""
+        return self.stop != StopRule()
+
     def settled(self, student: Student) -> Sampler:
-        """The same sampler with everything written out that it left to the student."""
-        if student.is_conditioned and self.tau is None:
-            return replace(self, tau=DEFAULT_TAU)
-        return self
+        """The same sampler with what it left to the student written out."""
+        return replace(self, tau=DEFAULT_TAU) if student.is_conditioned and self.tau is None else self
 
     def check_tokenizer(self, tokenizer: Any) -> None:
         """Refuse a tokenizer (None where the student has none) that is not the verifier's."""
@@ -155,7 +154,8 @@ class Sampler(ABC):
             remedy = "leave tau out, or sample a student trained with conditioning"
             raise UsageError("this student takes no noise", where="tau", got=self.tau, remedy=remedy)
         check_tokens(student, tokens)
-        self.stop.check(student, tokens)
+        if self.can_stop:
+            self.stop.check(student, tokens)
 
     def start(self, student: Student, tokens: Int[Tensor, "b l"], noise: RowNoise, keys: SampleKeys) -> Rows:
         """The rows before the first pass."""
@@ -185,15 +185,11 @@ class Sampler(ABC):
         """Fill the masked positions of B rows, without dropout.
 
         Args:
-            student: Of a kind that ``check`` lets pass; left in the mode it was in.
+            student: Left in the mode it was in.
             tokens: The mask id where to fill; other tokens are kept. Position 0 is given.
             sample_ids: Index of each sample: with the seed it names all randomness.
-            noise: Noise of B * L positions row by row; None for a student without conditioning.
+            noise: Of B * L positions row by row; None for a student without conditioning.
             seed: The user's seed.
-
-        Returns:
-            The samples. Where the stop rule draws anew, the last draw of each, with the passes and
-            counts (``COUNTS``) of all its draws, and ``attempt`` in the details.
 
         Raises:
             UsageError: When student, rows, noise and settings do not fit each other.
@@ -211,7 +207,8 @@ class Sampler(ABC):
         was_training = student.training
         student.eval()
         try:
-            return self.stop.redrawn(draw(torch.arange(len(tokens), device=tokens.device), 0), draw)
+            first = draw(torch.arange(len(tokens), device=tokens.device), 0)
+            return self.stop.redrawn(first, draw) if self.can_stop else first
         finally:
             student.train(was_training)
 
@@ -224,6 +221,8 @@ def fill(sampler: Sampler, rows: Rows) -> SampleResult:
         rows.nfe[part.rows] += 1
     whole = torch.full_like(rows.nfe, rows.tokens.shape[1])
     result = SampleResult(rows.tokens, rows.nfe, whole, rows.details)
+    if not sampler.can_stop:
+        return result
     return sampler.stop.judged(result, rows.masked, rows.student.config.eos_token_id)
 
 
@@ -269,7 +268,7 @@ class DiffusionSampler(Sampler):
     """Base of the samplers that choose tokens by the student's prediction alone.
 
     Attributes:
-        temperature: Divides the log-probabilities of the prediction; 1 leaves them.
+        temperature: Divides the log-probabilities; 1 leaves them.
         decision: Draw the revealed tokens (``categorical``), or take the most probable ones.
     """
 
@@ -295,10 +294,9 @@ class AncestralSampler(DiffusionSampler):
 
     Attributes:
         nfe: T, the most forward passes per sample (but see ``final_argmax``).
-        final_argmax: Tokens that are still masked after T steps, each with probability
-            p(1e-5) / p(1) (1e-5 of the loglinear schedule, 3.2e-3 of ``square_root``), are filled
-            by one more forward pass with the most probable tokens, nucleus off: the authors' noise
-            removal. False: the last step goes to t = 0 and leaves none.
+        final_argmax: What is masked after T steps (each position with probability p(1e-5) / p(1))
+            gets its most probable token in one more pass: the authors' noise removal. False: the
+            last step goes to t = 0 and leaves none.
 
     Further settings as in :class:`DiffusionSampler`.
     """

@@ -50,11 +50,11 @@ def sampling_noise(
 
     Args:
         seed: The user's sampling seed.
-        sample_ids: [B] int64, index of each sample in the run.
+        sample_ids: Index of each sample in the run.
         row_length: Positions per sample.
         vocab_size: V.
-        codec: Of the store that the student was trained on: it truncates this noise as it truncates what it stores.
-        draw: Which draw: 0, or the attempt's number where a sample is drawn anew.
+        codec: Of the student's store: it truncates this noise as it truncates what it stores.
+        draw: 0, or the attempt's number where a sample is drawn anew.
     """
     positions = torch.arange(row_length, device=sample_ids.device).repeat(len(sample_ids))
     rows = sample_ids.repeat_interleave(row_length)
@@ -76,7 +76,6 @@ class RowNoise:
 
     Attributes:
         noise: B * length positions, row by row; None for a student without conditioning.
-        length: L.
         tau: Scale of xi.
     """
 
@@ -97,7 +96,6 @@ class RowNoise:
         return replace(self, noise=noise)
 
     def at(self, rows: Int[Tensor, "n"], positions: Int[Tensor, "n"]) -> Noise:
-        """The noise of n positions."""
         assert self.noise is not None
         return self.noise.select((rows * self.length + positions).to(self.noise.device))
 
@@ -114,13 +112,7 @@ class RowNoise:
 
 @dataclass(frozen=True)
 class SampleKeys:
-    """Names the draws of B samples.
-
-    Attributes:
-        seed: The user's seed.
-        sample_ids: [B] int64, index of each sample in the run.
-        attempt: How often the sample has been drawn before (an entropy stop draws anew).
-    """
+    """Names the draws of B samples; ``attempt`` says how often they have been drawn before."""
 
     seed: int
     sample_ids: Int[Tensor, "b"]
@@ -153,10 +145,10 @@ class TokenRule:
 
     Attributes:
         decision: ``categorical`` draws; ``argmax`` takes the most probable token.
-        nucleus_p: p of nucleus truncation, in (0, 1]; 1 is off.
+        nucleus_p: p of nucleus truncation, after top-k; 1 is off.
         nucleus_rule: ``strict`` (the authors') or ``crossing`` (transformers').
         temperature: Divides the log-probabilities, before anything is cut off.
-        top_k: Most probable tokens kept, before the nucleus is taken; None keeps all.
+        top_k: Most probable tokens kept; None keeps all.
     """
 
     decision: Decision = "categorical"

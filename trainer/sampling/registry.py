@@ -38,10 +38,7 @@ def sampler_class(name: str) -> type[Sampler]:
 
 
 def make_sampler(name: str, **settings: Any) -> Sampler:
-    """The sampler of that name with these settings::
-
-        sampler = make_sampler("ancestral", nfe=16, nucleus_p=0.9)
-        result = sampler.sample(student, tokens, sample_ids, noise, seed)
+    """The sampler of that name with these settings: ``make_sampler("ancestral", nfe=16, nucleus_p=0.9)``.
 
     Raises:
         UsageError: For an unknown name or setting (naming the nearest known one), or a bad value.

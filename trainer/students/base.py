@@ -110,7 +110,7 @@ class StudentConfig(PretrainedConfig):
 
     @property
     def first_token_id(self) -> int | None:
-        """Begins an unconditional sample: bos, or eos where the tokenizer has no bos."""
+        """Begins an unconditional sample: bos, or eos where there is no bos."""
         return self.eos_token_id if self.bos_token_id is None else self.bos_token_id
 
     @property
@@ -149,7 +149,7 @@ class LossOutput:
 
     @property
     def block_nlls(self) -> Float[Tensor, "b blocks"]:
-        """Mean over each block's tokens: what the clipped-schedule search takes the variance of."""
+        """Mean over each block's tokens."""
         return self.token_nlls.unflatten(1, (self.num_blocks, -1)).mean(dim=-1)
 
 
@@ -205,11 +205,7 @@ class Student(PreTrainedModel, ABC):
         return cls(cls.configure(settings, manifest))
 
     def complete(self, directory: Path, backbone: str | None = None) -> None:
-        """Bring in what a model folder only names: the frozen language model, here or at ``backbone``.
-
-        Raises:
-            UsageError: If it cannot be had, is another one, or the student stands on none.
-        """
+        """Bring in what a model folder only names: its language model, here or at ``backbone`` (else UsageError)."""
         if backbone is not None:
             remedy = "leave --backbone out"
             raise UsageError("the student stands on no backbone", got=backbone, remedy=remedy)
@@ -249,7 +245,7 @@ class Student(PreTrainedModel, ABC):
 
     @property
     def flops_per_row(self) -> float:
-        """FLOPs of a training pass (backward included, no recomputation) before the output head.
+        """FLOPs of a training pass, backward included, before the output head.
 
         6 per weight of the blocks and token read, 12 D per layer and attended pair of positions.
         """
@@ -290,11 +286,7 @@ class Student(PreTrainedModel, ABC):
 
     @property
     def codec(self) -> Codec | None:
-        """Knows how to truncate the noise of sampling; None where the student takes it whole.
-
-        Raises:
-            UsageError: When the config names none of ours.
-        """
+        """Truncates the noise of sampling; None where the student takes it whole. UsageError for an unknown one."""
         codec = self.config.codec
         if codec is None:
             return None
@@ -308,10 +300,7 @@ class Student(PreTrainedModel, ABC):
         """The training loss of a batch; see the subclass."""
 
     def _distillation(self, batch: Batch, places: Places) -> Distillation | None:
-        """The teacher at the places that are predicted, where the student trains on it.
-
-        In evaluation mode a loss is the likelihood's, whatever the student is trained on.
-        """
+        """The teacher at the places that are predicted; None where the student does not train on it, or now."""
         kd = self.settings.kd
         if kd.kind != "token" or not self.training:
             return None
@@ -319,11 +308,7 @@ class Student(PreTrainedModel, ABC):
         return Distillation(batch.noise.distribution(places), kd.weight, kd.temperature)
 
     def embed_noise(self, noise: Noise, tau: float = 1.0) -> EmbeddedNoise:
-        """What the student reads of n noise vectors, as ``predict_at`` takes it.
-
-        Raises:
-            UsageError: When the student was trained without noise, or on another vocabulary.
-        """
+        """What the student reads of n noise vectors; a UsageError where it takes none, or another vocabulary's."""
         if self.conditioner is None:
             raise UsageError("this student takes no noise", where="conditioning", got="none")
         settings, table = self.settings.noise, None

@@ -171,7 +171,7 @@ class BD3LM(MDLM):
         """
         if self.settings.diffusion.time_conditioning:
             what = "a time-conditioned student has no block cache"
-            remedy = "sample without one (use_cache=false), or with predict over the prefix"
+            remedy = "sample without one (use_cache=false), or by predict_at over the prefix"
             raise UsageError(what, where="time_conditioning", remedy=remedy)
         return self.backbone.start_cache(batch_size, self.config.row_length)
 

@@ -39,7 +39,7 @@ class EmbeddedNoise:
     ids: Int[Tensor, "*shape k"] | None = None
 
     def map(self, change: Callable[[Tensor], Tensor]) -> EmbeddedNoise:
-        """The same change of all that there is."""
+        """All parts changed alike."""
         parts = (self.embedding, self.scores, self.ids)
         return EmbeddedNoise(*(None if part is None else change(part) for part in parts))  # type: ignore[arg-type]
 
@@ -51,12 +51,10 @@ class EmbeddedNoise:
         return self.map(lambda part: part.new_zeros(*shape, part.shape[-1]).index_put(index, part))
 
     def unflatten(self, sizes: Sequence[int]) -> EmbeddedNoise:
-        """The first axis as these."""
         return self.map(lambda part: part.unflatten(0, sizes))
 
     @classmethod
     def cat(cls, parts: Sequence[EmbeddedNoise]) -> EmbeddedNoise:
-        """One behind the other, along the first axis."""
         columns = zip(*((p.embedding, p.scores, p.ids) for p in parts), strict=True)
         return cls(*(None if each[0] is None else torch.cat(each) for each in columns))  # type: ignore[arg-type]
 
@@ -78,11 +76,8 @@ class LayerNoise:
 class GumbelConditioner(nn.Module):
     """Embeds noise vectors: softmax(tau xi + w log q) W.
 
-    Args:
-        vocab_size: V; noise of another size is refused.
-        hidden_size: D.
-        settings: Transform of the noise, w, and whether W is whole, of low rank or tied. w other
-            than 0 needs ``unigram_log_probs`` to have been set.
+    ``settings`` say the transform of the noise, w, and whether W is whole, of low rank or tied. A w
+    other than 0 needs :meth:`set_unigram`.
     """
 
     weight: Any
@@ -101,10 +96,7 @@ class GumbelConditioner(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """W uniform(+-1/sqrt V), the default of a linear layer from V to D; A as a linear layer.
-
-        A tied A begins as the identity: the embedding that the noise means.
-        """
+        """W uniform(+-1/sqrt V), the default of a linear layer from V to D; a tied A is the identity."""
         if self.weight is None:
             assert self.map is not None
             nn.init.eye_(self.map.weight)
@@ -113,11 +105,7 @@ class GumbelConditioner(nn.Module):
         nn.init.uniform_(self.weight, -bound, bound)
 
     def set_unigram(self, log_probs: Float[Tensor, "v"]) -> None:
-        """Give the conditioner log q; it is saved with the weights.
-
-        Raises:
-            UsageError: For a vector of another length or with entries that are not finite.
-        """
+        """Give the conditioner log q, which the weights keep; a UsageError for another size, or if not finite."""
         if log_probs.shape != (self.vocab_size,) or not bool(log_probs.isfinite().all()):
             expected = f"{self.vocab_size} finite log-probabilities"
             raise UsageError("bad unigram", got=tuple(log_probs.shape), expected=expected)
@@ -127,9 +115,7 @@ class GumbelConditioner(nn.Module):
     def forward(
         self, noise: Noise, tau: float = 1.0, table: Float[Tensor, "v d"] | None = None
     ) -> Float[Tensor, "n d"]:
-        """Embeddings of n noise vectors, of which tau is the scale.
-
-        ``table`` is the token embedding's first V rows, where W is tied to it.
+        """Embeddings of n noise vectors of scale tau; ``table`` is the token embedding where W is tied to it.
 
         Raises:
             UsageError: For noise over another vocabulary, or a missing unigram.

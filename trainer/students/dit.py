@@ -39,7 +39,7 @@ class Rotary:
 
     @classmethod
     def of(cls, positions: Int[Tensor, "l"], head_width: int) -> Rotary:
-        """Angles position * base^(-2i / width) for i = 0..width/2 - 1 (RoFormer, base 1e4)."""
+        """Angles position * 1e4^(-2i / width) for i = 0..width/2 - 1 (RoFormer)."""
         steps = torch.arange(0, head_width, 2, device=positions.device, dtype=torch.float32)
         inverse_frequency = 1.0 / (ROTARY_BASE ** (steps / head_width))
         angles = positions.float()[:, None] * inverse_frequency[None, :]
@@ -80,13 +80,7 @@ def masked_attention(allowed: Bool[Tensor, "*rows q k"]) -> Attend:
 
 @dataclass
 class KeyValueCache:
-    """Keys and values of finished tokens, in preallocated memory; inference only.
-
-    Attributes:
-        keys: [layers, B, heads, capacity, head width].
-        values: Same shape.
-        length: Finished tokens; a forward pass writes behind them and attends to both.
-    """
+    """Keys and values of ``length`` finished tokens, in preallocated memory; a pass writes behind them."""
 
     keys: Float[Tensor, "layers b heads capacity width"]
     values: Float[Tensor, "layers b heads capacity width"]
@@ -94,7 +88,6 @@ class KeyValueCache:
 
     @classmethod
     def empty(cls, weight: Tensor, *shape: int) -> KeyValueCache:
-        """Memory of ``keys``' shape, of a weight's precision and device."""
         zeros = torch.zeros(shape, dtype=weight.dtype, device=weight.device)
         return cls(zeros, zeros.clone())
 
@@ -152,7 +145,6 @@ class ZeroLinear(nn.Linear):
     """A linear layer that begins at zero: the uniform distribution, or a block that is the identity."""
 
     def reset_parameters(self) -> None:
-        """Zero."""
         nn.init.zeros_(self.weight)
         if self.bias is not None:
             nn.init.zeros_(self.bias)
@@ -231,7 +223,6 @@ class Head(nn.Module):
         self.adaLN_modulation = ZeroLinear(condition_size, 2 * width) if condition_size else None
 
     def features(self, x: States, level: Level) -> States:
-        """What the projection sees."""
         normed = self.norm_final(x)
         if self.adaLN_modulation is not None and level is not None:
             shift, scale = self.adaLN_modulation(level)[:, None].chunk(2, dim=-1)
@@ -262,7 +253,6 @@ class DiT(nn.Module):
         self.num_matrix_weights = (4 + 2 * settings.mlp_ratio) * width**2 * settings.num_layers
 
     def embed_sigma(self, sigma: Float[Tensor, "b"]) -> Float[Tensor, "b c"] | None:
-        """The adaLN vector of each noise level; None for a plain transformer."""
         return None if self.sigma_map is None else self.sigma_map(sigma)
 
     def forward(

@@ -124,11 +124,9 @@ def _cell(value: Any) -> str:
 
 @dataclass(frozen=True)
 class ModelFolder:
-    """A student and what lies beside its weights.
+    """A student (in evaluation mode, on its device) and what lies beside its weights.
 
     Attributes:
-        directory: The folder.
-        student: In evaluation mode, on its device.
         tokenizer: The corpus' tokenizer; None when the folder has none.
         record: Content of ``student.json``; empty for a model that was not trained here.
     """
@@ -145,7 +143,6 @@ class ModelFolder:
 
     @property
     def weights_sha256(self) -> str:
-        """See :func:`weights_sha256`."""
         return weights_sha256(self.directory)
 
 
@@ -160,9 +157,8 @@ def open_model(path: Path, device: torch.device | str = "cpu", backbone: str | N
     ``backbone`` says where the language model is that it stands on, if not where its config says.
 
     Raises:
-        UsageError: When the folder holds no student of ours, or a broken one, or its backbone is
-            another one or absent, or its tokenizer is damaged.
-        GdistillError: When its record is damaged.
+        UsageError: For no student of ours, a broken one, another backbone or none, a damaged tokenizer.
+        GdistillError: For a damaged record.
     """
     directory = find_model(path)
     student = read_model(directory)
@@ -177,11 +173,7 @@ def open_model(path: Path, device: torch.device | str = "cpu", backbone: str | N
 
 
 def find_model(path: Path) -> Path:
-    """``path`` itself, or its ``model/`` folder when it is the output of a training run.
-
-    Raises:
-        UsageError: When there is no model in either place.
-    """
+    """``path``, or its ``model/`` folder when it is the output of a training run; a UsageError for no model."""
     for candidate in (path / "model", path):
         if is_model(candidate):
             return candidate
@@ -205,8 +197,8 @@ def read_model(directory: Path) -> Student:
     """The student in a folder, float32, on the CPU.
 
     Raises:
-        UsageError: When the folder holds no student of ours, or a weight is missing, left over or
-            of another shape; the library would put a random one in its place.
+        UsageError: For no student of ours, or a weight that is missing, left over or of another
+            shape: the library would put a random one in its place.
     """
     try:
         config = AutoConfig.from_pretrained(directory, **HERE)
@@ -228,10 +220,7 @@ def read_model(directory: Path) -> Student:
 
 
 def load_tokenizer(path: str | Path) -> Any:
-    """The tokenizer of a student, or None where it was trained without one.
-
-    Args:
-        path: A model folder, or the ``--out`` folder of a finished run.
+    """The tokenizer in a model folder, or a finished run's; None where the student was trained without one.
 
     Raises:
         UsageError: When there is no such folder, or its tokenizer is damaged.

@@ -129,15 +129,8 @@ def weighted_nll(
 ) -> tuple[Float[Tensor, ""], Float[Tensor, "n"]]:
     """sum_i w_i NLL_i with the mask excluded from the distribution, and the NLLs (detached), nats.
 
-    With a teacher the sum is of :meth:`Distillation.losses`; the NLLs stay what they are.
-
-    Args:
-        features: What the projection to V + 1 logits sees, one row per masked token.
-        projection: That layer.
-        targets: The tokens to predict.
-        row_weights: w, without gradient.
-        mask_id: Column whose probability is zero.
-        distillation: The teacher at the same rows, and how much it counts.
+    ``features`` are what ``projection`` to V + 1 logits sees; w has no gradient. With a teacher the
+    sum is of :meth:`Distillation.losses`; the NLLs stay what they are.
     """
     weight, bias = projection.weight, projection.bias
     rest = targets, row_weights, mask_id, product_dtype(weight), distillation

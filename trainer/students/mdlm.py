@@ -11,7 +11,7 @@ from transformers.modeling_outputs import MaskedLMOutput
 
 from shards.errors import UsageError
 from trainer.objective.batch import Batch, Places
-from trainer.objective.corruption import Corruption, corrupt, masked_log_probs, partly_prior, substituted_log_probs
+from trainer.objective.corruption import Corruption, corrupt, masked_log_probs, partly_prior
 from trainer.students.base import LossOutput, Student, StudentConfig
 from trainer.students.conditioning import EmbeddedNoise, LayerNoise
 from trainer.students.dit import Attend, Level, States, Tokens, full_attention, masked_attention
@@ -27,7 +27,7 @@ class MDLMConfig(StudentConfig):
 class MDLM(Student):
     """Masked diffusion language model (Sahoo et al. 2024) on the DiT backbone.
 
-    ``forward`` gives raw logits, ``predict`` log-probabilities, ``loss`` the bound.
+    ``forward`` gives raw logits, ``predict_at`` log-probabilities, ``loss`` the bound.
     """
 
     config_class = MDLMConfig
@@ -35,7 +35,6 @@ class MDLM(Student):
 
     @property
     def num_blocks(self) -> int:
-        """Blocks, and times, per row."""
         return 1
 
     def loss(self, batch: Batch, *, time_bounds: tuple[float, float] | None = None) -> LossOutput:
@@ -145,18 +144,6 @@ class MDLM(Student):
         attend = self.sampling_attention(tokens.shape[1]) if attend is None else attend
         return self.backbone(embeddings, level, positions, attend, noise=noise), level
 
-    def denoise(
-        self,
-        noised: Tokens,
-        clean: Tokens,
-        noise_embeddings: EmbeddedNoise | None = None,
-        sigma: Float[Tensor, "b"] | None = None,
-    ) -> Float[Tensor, "b l v1"]:
-        """Raw logits of a training pass at every position; ``clean`` matters to block models."""
-        embeddings, noise = self.embed(noised, noise_embeddings)
-        level = self._level(sigma)
-        return self._project(self.contextualize(embeddings, clean, level, noise), level)
-
     @property
     def _shift(self) -> int:
         """Noise lies at the state that it is to decide: one to the left where states predict the next token."""
@@ -187,13 +174,6 @@ class MDLM(Student):
         places = Places.of(masked)
         return filled, LayerNoise.of(noise[places.index], places.shifted(self._shift))
 
-    def predict(
-        self, tokens: Tokens, noise_embeddings: EmbeddedNoise | None = None, sigma: Float[Tensor, "b"] | None = None
-    ) -> Float[Tensor, "b l v1"]:
-        """Log-probabilities of x_0 (SUBS): one-hot where a token is known, the mask never."""
-        logits = self._project(*self.sampling_states(tokens, noise_embeddings, sigma))
-        return substituted_log_probs(logits, tokens, self.mask_id)
-
     def predict_at(
         self,
         tokens: Tokens,
@@ -202,7 +182,7 @@ class MDLM(Student):
         sigma: Float[Tensor, "b"] | None = None,
         visible: Bool[Tensor, "b l"] | None = None,
     ) -> Float[Tensor, "n v1"]:
-        """``predict`` at some masked positions (row-major); only those go through the head.
+        """Log-probabilities of x_0 at some masked positions (row-major); only those go through the head.
 
         Positions outside ``visible`` are not attended to, as if the row ended before them.
         """

@@ -74,7 +74,6 @@ class ExponentialMovingAverage:
 
     @torch.no_grad()
     def update(self) -> None:
-        """Move the average towards the current weights."""
         self.num_updates += 1
         shadows, weights = list(self.shadows.values()), list(self._parameters.values())
         torch._foreach_lerp_(shadows, weights, 1.0 - ema_decay(self.num_updates, self.decay))
@@ -127,17 +126,13 @@ class CheckpointFolder:
         return checkpoint_steps(self.directory)
 
     def path(self, step: int) -> Path:
-        """Folder of the checkpoint after ``step`` steps."""
         return self.directory / f"{PREFIX}{step:08d}"
 
     def save(self, step: int, trainee: Trainee, state: dict[str, Any], accelerator: Accelerator) -> None:
         """Write a checkpoint and prune older ones; every process must call it.
 
-        Args:
-            step: Optimiser steps done.
-            trainee: Gives the tensors.
-            state: ``run``, ``stream``, ``window`` and ``validation`` of :class:`~trainer.training.resume.State`.
-            accelerator: The processes, all of which raise GdistillError when the files cannot be written.
+        ``state`` is ``run``, ``stream``, ``window`` and ``validation`` of :class:`~trainer.training.resume.State`.
+        All processes raise GdistillError when the files cannot be written.
         """
         tensors = trainee.gather(accelerator)
         counts = {"step": step, "ema_num_updates": trainee.ema.num_updates, "format_version": FORMAT_VERSION}

@@ -39,7 +39,7 @@ from shards.noise.philox import noise_kernel, use_noise_kernel
 from shards.settings import derive_seed, to_mapping
 from shards.store.store import ShardStore, SplitReader
 from shards.stream.stream import RowBatch, ShardStream
-from trainer.objective.batch import Batch, BatchMaker, CopiesAhead
+from trainer.objective.batch import Batch, BatchMaker
 from trainer.objective.clips import MAX_BATCHES, best_clips, candidates
 from trainer.objective.corruption import FULL, Clips, require_reachable
 from trainer.students.folder import export_model
@@ -87,9 +87,6 @@ def train(config: RunConfig, store: str | Path, out: Path, *, init_from: Path | 
         store: Path or URL of a finished store, or of the run that wrote it.
         out: Folder of this run; the same command again resumes it.
         init_from: Model (or finished run) whose weights the student starts from.
-
-    Returns:
-        The model's folder.
 
     Raises:
         GdistillError: See the parts; nothing is written over the last good checkpoint.
@@ -141,7 +138,6 @@ class Trainer:
             what, where = "the search for clips needs validation rows", "model.diffusion.search_schedule"
             remedy = "extract some, or set model.diffusion.min_time and model.diffusion.max_time"
             raise UsageError(what, where=where, got="a store without a validation split", remedy=remedy)
-        self.copies = CopiesAhead(device, training.micro_batch_size)
         self._source = self._rows()
         self._coming: tuple[Batch, dict[str, Any]] | None = None
         self.window = StepWindow()
@@ -155,7 +151,6 @@ class Trainer:
             stderr.print(text, markup=False, soft_wrap=True)
 
     def run(self) -> Path:
-        """Resume if there is something to resume, train, export; see :func:`train`."""
         self._resume()
         on_main_process(self._start_metrics, self.accelerator)
         trained = sum(p.numel() for p in self.parameters if p.requires_grad)
@@ -211,11 +206,10 @@ class Trainer:
         for group in self.optimizer.param_groups:
             group["lr"] = config.rate_at(self.step, self.num_steps)
         losses = self._backward(batch)
-        if self.copies.looks_ahead and self.step + 1 < self.num_steps:
-            # The next batch sets out while the device is still at this one; a checkpoint begins with it.
+        if self.accelerator.device.type == "cuda" and self.step + 1 < self.num_steps:
+            # The next batch is made while the device is still at this one; a checkpoint begins with it.
             place = self.stream.state_dict()
             self._coming = self.make_batch(next(self._source)), place
-            self.copies.announce(self._coming[0])
         clipped = clip_gradients(self.parameters, config.max_grad_norm)
         scalars = [clipped.float(), *(output.loss.detach().float() for _, output, _ in losses)]
         norm, *parts = torch.stack(scalars).tolist()  # the only time that the host waits
@@ -241,11 +235,11 @@ class Trainer:
         if self.config.model.dropout:
             rank = self.accelerator.process_index
             torch.manual_seed(derive_seed(self.config.seed, "dropout", self.step, rank))
-        outputs = []
-        for part, is_last in self.copies.of(batch):
+        outputs, parts = [], batch.micro_batches(self.config.training.micro_batch_size)
+        for part in parts:
             share = part.num_rows / batch.num_rows
-            with without_sync(self.module, self.accelerator, is_last):
-                output = self.module(part)
+            with without_sync(self.module, self.accelerator, part is parts[-1]):
+                output = self.module(part.to(self.accelerator.device))
                 (output.loss * share).backward()
             outputs.append((part.row_ids, output, share))
         return outputs
@@ -448,7 +442,7 @@ class Validator:
         A process's share of the last batch may be a row short, or empty.
         """
         device, size = self._accelerator.device, self._config.micro_batch_size
-        parts = list(batch.micro_batches(size))
+        parts = batch.micro_batches(size)
         largest_share = -(-batch.global_batch_size // self._accelerator.num_processes)
         wanted = 1 if size is None else -(-largest_share // size)
         parts += [batch.rows(slice(0))] * (wanted - len(parts))
@@ -478,7 +472,6 @@ class MetricsFile:
         self._file = open(path, "ab", buffering=0, opener=open_itself)  # noqa: SIM115
 
     def write(self, kind: str, step: int, num_steps: int, values: Mapping[str, Any]) -> None:
-        """Add one line."""
         line = {"kind": kind, "step": step, "num_steps": num_steps, **values}
         self._file.write(json.dumps(line).encode() + b"\n")
 
@@ -487,7 +480,6 @@ class MetricsFile:
         os.fsync(self._file.fileno())
 
     def close(self) -> None:
-        """Finish the file."""
         self.sync()
         self._file.close()
 
@@ -506,7 +498,6 @@ class StepWindow:
     _timed_flops: float = 0.0
 
     def add(self, loss: float, norm: float, num_tokens: int, num_masked: int, num_flops: float) -> None:
-        """Count one optimiser step."""
         self.num_steps += 1
         self.loss_sum += loss
         self.norm_sum += norm
@@ -530,7 +521,6 @@ class StepWindow:
         return values
 
     def restart_clock(self) -> None:
-        """Training starts now."""
         self._started = time.monotonic()
 
     @contextmanager

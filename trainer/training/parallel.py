@@ -124,10 +124,9 @@ def without_sync(module: nn.Module, accelerator: Accelerator, last: bool) -> Abs
 
 
 def gather_full(tensors: Mapping[str, Tensor], accelerator: Accelerator) -> dict[str, Tensor]:
-    """Whole copies on the main process's CPU of tensors that may be sharded; {} elsewhere.
+    """Whole copies on the main process's CPU of tensors that may be sharded, one at a time; {} elsewhere.
 
-    Every process must call it with the same names in the same order: one tensor at a time is
-    gathered, and only the main process keeps it.
+    Every process must call it with the same names in the same order.
     """
     kept = {}
     for name, tensor in tensors.items():

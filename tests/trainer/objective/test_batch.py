@@ -17,7 +17,7 @@ from shards.settings import derive_seed
 from shards.store.store import ShardStore
 from shards.stream.stream import RowBatch, ShardStream
 from tests.trainer.run_cases import LENGTH, teacher_logits, tiny_run, write_store
-from trainer.objective.batch import Batch, BatchMaker, CopiesAhead, Places, StoredRowNoise
+from trainer.objective.batch import Batch, BatchMaker, Places, StoredRowNoise
 from trainer.objective.corruption import FULL, corrupt, partly_prior
 from trainer.students.configuration import DiffusionSettings
 from trainer.training.settings import build_student
@@ -117,10 +117,6 @@ def test_micro_batches_keep_everything(store: Path, size: int | None, number: in
         assert torch.equal(part.token_log_probs, batch.token_log_probs[part.slots])
         mask = MASK[part.slots]
         assert torch.equal(arrivals(part, mask), whole[part.slots][mask[:, 1:]])
-    moved = list(CopiesAhead(CPU, size).of(batch))
-    assert [is_last for _, is_last in moved] == [False] * (number - 1) + [True]
-    for (one, _), two in zip(moved, parts, strict=True):
-        assert torch.equal(one.slots, two.slots)
 
 
 def test_every_micro_batch_has_every_kind_of_time() -> None:

@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from benchmarks import parity
+from benchmarks.goldens import substituted_log_probs
 from shards.errors import GdistillError, UsageError
 from trainer.objective.batch import Batch
 from trainer.objective.clips import best_clips, candidates, clip_variance
@@ -26,7 +27,6 @@ from trainer.objective.corruption import (
     require_reachable,
     row_uniforms,
     stratified_times,
-    substituted_log_probs,
 )
 from trainer.students.configuration import DiffusionSettings
 

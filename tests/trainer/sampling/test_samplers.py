@@ -15,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from benchmarks.goldens import predict
 from benchmarks.sampler_statistics import Goldens, chi_square, run_case, run_tau
 from shards.errors import UsageError
 from shards.noise.philox import PositionKeys, race, uniforms
@@ -261,7 +262,7 @@ def test_a_time_conditioned_student_is_told_the_time() -> None:
         both = rows.predict(Pass(ids, where, where, torch.tensor([2, 4]))).unflatten(0, (2, -1))
         for slot, t in enumerate((0.75, 0.25)):  # time at the start of steps 2 and 4
             sigma = torch.full((2,), -math.log(1 - t))
-            expected = student.predict(tokens, None, sigma)[slot, 1:]
+            expected = predict(student, tokens, None, sigma)[slot, 1:]
             assert torch.allclose(both[slot], expected, atol=1e-5)
 
 

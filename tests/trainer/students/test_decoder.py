@@ -15,6 +15,7 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import AutoConfig, AutoModelForCausalLM, BertForMaskedLM, PreTrainedTokenizerFast
 
+from benchmarks.goldens import denoise, predict
 from shards.errors import UsageError
 from shards.store.store import ShardStore
 from tests.commands import call
@@ -103,13 +104,13 @@ def test_what_it_sees(model: Path, store: Path) -> None:
     student = student_from(model, store, **BLOCKS)
     noised = TOKENS.clone()
     noised[0, 5:7] = student.mask_id
-    base = student.denoise(noised, TOKENS)[:, 4:]
+    base = denoise(student, noised, TOKENS)[:, 4:]
     unseen = noised.clone()
     unseen[:, :4] = student.mask_id
-    same = student.denoise(unseen, changed(TOKENS, 4, 5, 6, 7))[:, 4:]
+    same = denoise(student, unseen, changed(TOKENS, 4, 5, 6, 7))[:, 4:]
     torch.testing.assert_close(same, base, rtol=0, atol=1e-5)
-    past = student.denoise(noised, changed(TOKENS, 1))[:, 4:]
-    beside = student.denoise(changed(noised, 7), TOKENS)[:, 4]
+    past = denoise(student, noised, changed(TOKENS, 1))[:, 4:]
+    beside = denoise(student, changed(noised, 7), TOKENS)[:, 4]
     assert not torch.allclose(past, base, atol=1e-3)
     assert not torch.allclose(beside, base[:, 0], atol=1e-3)
 
@@ -120,7 +121,7 @@ def test_blocks_behind_a_cache_are_those_of_the_whole_row(model: Path, store: Pa
     tokens = batch.tokens.clone()
     tokens[:, 5:] = student.mask_id
     condition = row_noise(student, batch, 0.85)
-    whole = student.predict(tokens, condition)[:, 4:]
+    whole = predict(student, tokens, condition)[:, 4:]
     block, masked, own = tokens[:, 4:], tokens[:, 4:] == student.mask_id, condition[:, 4:]
     cache = student.start_cache(3)
     found = student.predict_after(tokens[:, :4], block, masked, own, cache)
@@ -165,7 +166,7 @@ def test_training_reads_noise_where_sampling_does(model: Path, store: Path, kind
     nlls = places.read(reader.corrupted_loss(batch, corruption).token_nlls)
     row = reader.embed_noise(batch.noise.at(places)).laid_out(places.index, batch.tokens.shape)
     noised = batch.tokens.masked_fill(corruption.mask, reader.mask_id)
-    logits = reader.denoise(noised, batch.tokens, row)[..., :VOCAB]
+    logits = denoise(reader, noised, batch.tokens, row)[..., :VOCAB]
     expected = -places.read(logits.log_softmax(-1).gather(-1, batch.tokens[..., None])[..., 0])
     weights = places.read(corruption.weight)
     torch.testing.assert_close(nlls, expected.detach() * weights, rtol=1e-4, atol=1e-5)

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.conditioner import keyed_noise
 from benchmarks.dense_noise import DenseNoise
-from benchmarks.goldens import ArrivalRows
+from benchmarks.goldens import ArrivalRows, denoise
 from shards.errors import UsageError
 from shards.noise import embedding
 from shards.noise.embedding import Transform, dense_arrivals
@@ -312,7 +312,7 @@ def test_block_sampling_reads_as_training_does(top_k: int) -> None:
     masked[:, BLOCK:] = True
     noised = batch.tokens.masked_fill(masked, student.mask_id)
     noise = row_noise(student, batch)
-    trained = student.denoise(noised, batch.tokens, noise)[:, BLOCK:]
+    trained = denoise(student, noised, batch.tokens, noise)[:, BLOCK:]
     trained[..., student.mask_id] -= 1e6
     expected = trained.log_softmax(-1).flatten(0, 1)
     here, cache = torch.ones(3, BLOCK, dtype=torch.bool), student.start_cache(3)

@@ -10,6 +10,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModel, AutoModelForMaskedLM
 
+from benchmarks.goldens import denoise, predict
 from shards.errors import UsageError
 from tests.trainer.students.student_cases import BLOCK, LENGTH, VOCAB, make_batch, make_student, row_noise
 from trainer.objective.corruption import FULL
@@ -43,12 +44,12 @@ def test_round_trip_through_auto_classes(tmp_path: Path, kind: type[MDLM]) -> No
 
 def test_predict_carries_known_tokens_and_never_the_mask() -> None:
     """A new student predicts all others alike."""
-    new = make_student(std=None).predict(torch.full((2, LENGTH), VOCAB))
+    new = predict(make_student(std=None), torch.full((2, LENGTH), VOCAB))
     assert torch.allclose(new[..., :VOCAB].exp(), torch.full((), 1 / VOCAB))
     student, batch = make_student(), make_batch()
     tokens = batch.tokens.clone()
     tokens[:, 3:] = student.mask_id
-    log_probs = student.predict(tokens)
+    log_probs = predict(student, tokens)
     assert torch.equal(log_probs[:, :3].argmax(-1), batch.tokens[:, :3])
     assert (log_probs[:, :3].amax(-1) == 0).all()
     assert (log_probs[:, 3:, student.mask_id] < -9e5).all()
@@ -75,7 +76,7 @@ def test_loss_equals_dense_formulation() -> None:
     noised = batch.tokens.masked_fill(corruption.mask, student.mask_id)
     xi = -torch.log(batch.noise.arrivals)
     condition = EmbeddedNoise(torch.softmax(0.7 * xi, dim=-1) @ student.conditioner.weight)
-    log_probs = student.predict(noised, condition)
+    log_probs = predict(student, noised, condition)
     nll = -log_probs.gather(-1, batch.tokens[..., None])[..., 0]
     dense = (nll * corruption.weight * corruption.mask).sum() / batch.tokens.numel()
     dense.backward()
@@ -159,7 +160,7 @@ def test_bfloat16_weights_and_autocast_change_little(tmp_path: Path) -> None:
     rounded.backward()
     assert rounded.item() == pytest.approx(exact, rel=2e-2)
     assert narrow.conditioner.weight.grad.dtype == torch.bfloat16
-    assert narrow.predict(torch.full((2, LENGTH), narrow.mask_id)).isfinite().all()
+    assert predict(narrow, torch.full((2, LENGTH), narrow.mask_id)).isfinite().all()
     with torch.autocast("cpu", torch.bfloat16):
         rounded = student.loss(batch).loss
     rounded.backward()
@@ -197,8 +198,8 @@ def test_flex_and_sdpa_agree() -> None:
     batch = make_batch()
     noised = batch.tokens.masked_fill(sdpa.corrupt(batch).mask, sdpa.mask_id)
     with torch.no_grad():
-        expected = sdpa.denoise(noised, batch.tokens)
-        assert torch.allclose(flex.denoise(noised, batch.tokens), expected, atol=1e-5)
+        expected = denoise(sdpa, noised, batch.tokens)
+        assert torch.allclose(denoise(flex, noised, batch.tokens), expected, atol=1e-5)
     with pytest.raises(UsageError, match=r"no gradient.*model\.attention.*auto"):
         flex.loss(batch)
 
@@ -216,15 +217,15 @@ def test_later_blocks_and_the_noised_past_are_not_seen() -> None:
     student, clean = make_student(BD3LM), make_batch().tokens
     noised = clean.clone()
     noised[:, 5:] = student.mask_id
-    base = student.denoise(noised, clean)[:, 4:]
+    base = denoise(student, noised, clean)[:, 4:]
     changed, future, past = noised.clone(), clean.clone(), clean.clone()
     changed[:, :4] = student.mask_id
     future[:, 4:] = (future[:, 4:] + 1) % VOCAB
     past[:, 1] = (past[:, 1] + 1) % VOCAB
-    assert torch.allclose(base, student.denoise(changed, future)[:, 4:], atol=1e-6)
-    assert not torch.allclose(base, student.denoise(noised, past)[:, 4:], atol=1e-4)
-    first = student.denoise(noised, clean)[:, :4]
-    assert torch.allclose(first, student.denoise(noised, future)[:, :4], atol=1e-6)
+    assert torch.allclose(base, denoise(student, changed, future)[:, 4:], atol=1e-6)
+    assert not torch.allclose(base, denoise(student, noised, past)[:, 4:], atol=1e-4)
+    first = denoise(student, noised, clean)[:, :4]
+    assert torch.allclose(first, denoise(student, noised, future)[:, :4], atol=1e-6)
 
 
 def test_cache_equals_the_whole_prefix_with_noise_in_every_block() -> None:
@@ -234,7 +235,7 @@ def test_cache_equals_the_whole_prefix_with_noise_in_every_block() -> None:
     condition = row_noise(student, batch, 0.85)
     block, own, nothing = tokens[:, 4:6], condition[:, 4:6], tokens[:, :0]
     masked = block == student.mask_id
-    whole = student.predict(tokens[:, :6], condition[:, :6])[:, 4:]
+    whole = predict(student, tokens[:, :6], condition[:, :6])[:, 4:]
     prompt, stepwise = student.start_cache(3), student.start_cache(3)
     student.predict_after(tokens[:, :4], block, masked, own, prompt)
     for start in (0, 2):
