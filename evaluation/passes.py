@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -62,13 +63,6 @@ class Column:
     samples: Mapping[str, Sequence[Settled]]
 
 
-def first_token(student: Student) -> int:
-    """The token that begins every row."""
-    if (first := student.config.first_token_id) is None:
-        raise UsageError("the student knows no first token", where="passes")
-    return first
-
-
 @torch.no_grad()
 def settle(student: Student, sampler: Sampler, sample_id: int, seed: int) -> tuple[Int[Tensor, "l"], list[int]]:
     """Draw one sample, and note which pass revealed each of its L tokens.
@@ -81,7 +75,7 @@ def settle(student: Student, sampler: Sampler, sample_id: int, seed: int) -> tup
     whole = require_whole_row_student(student, "pass by pass page's")
     length, device = student.config.row_length, student.device
     rows = torch.full((1, length), student.mask_id, device=device)
-    rows[0, 0] = first_token(student)
+    rows[0, 0] = student.config.require_first_token()
     read: list[Tensor] = []
     ids = torch.tensor([sample_id], device=device)
     noise = noise_of_rows(student, seed, ids, length)
@@ -94,15 +88,15 @@ def settle(student: Student, sampler: Sampler, sample_id: int, seed: int) -> tup
     return tokens.cpu(), was_open.sum(0).tolist()
 
 
-def pieces_of_text(tokenizer: Any, tokens: Sequence[int]) -> tuple[str, ...]:
-    """What each token adds to the text; nothing where it is a part of a character."""
+def read_text(tokenizer: Any, tokens: Int[Tensor, "l"], passes: list[int]) -> Settled:
+    """A row of text: what each token adds to it; nothing where it is a part of a character."""
     pieces, before = [], ""
     for count in range(1, len(tokens) + 1):
-        text = tokenizer.decode(tokens[:count])
+        text = tokenizer.decode(tokens[:count].tolist())
         is_whole = text.startswith(before) and not text.endswith("\N{REPLACEMENT CHARACTER}")
         pieces.append(text[len(before) :] if is_whole else "")
         before = text if is_whole else before
-    return tuple(pieces)
+    return Settled(tuple(pieces), tuple(passes))
 
 
 def column_of(
@@ -135,24 +129,11 @@ def teacher_column(model: Any, first_token: int, row_length: int, num_samples: i
     return Column("teacher", "teacher", {"own": [read(row, passes) for row in rows]})
 
 
-def reader_of_maze(maze: Maze, words: Sequence[str]) -> Any:
-    """Makes :class:`Settled` rows of a maze, which say whether they reach the target."""
-
-    def read(tokens: Int[Tensor, "l"], passes: list[int]) -> Settled:
-        pieces = [words[int(token)] for token in tokens]
-        reaches = maze.is_success(moves_of_words(pieces))
-        return Settled(tuple(pieces), tuple(passes), "reaches T" if reaches else "does not reach T")
-
-    return read
-
-
-def reader_of_text(tokenizer: Any) -> Any:
-    """Makes :class:`Settled` rows of text."""
-
-    def read(tokens: Int[Tensor, "l"], passes: list[int]) -> Settled:
-        return Settled(pieces_of_text(tokenizer, tokens.tolist()), tuple(passes))
-
-    return read
+def read_moves(maze: Maze, words: Sequence[str], tokens: Int[Tensor, "l"], passes: list[int]) -> Settled:
+    """A row of a maze, which says whether it reaches the target."""
+    pieces = [words[int(token)] for token in tokens]
+    reaches = maze.is_success(moves_of_words(pieces))
+    return Settled(tuple(pieces), tuple(passes), "reaches T" if reaches else "does not reach T")
 
 
 def write_page(path: Path, columns: Sequence[Column], *, title: str, about: str, maze: Maze | None = None) -> Path:
@@ -206,13 +187,13 @@ def passes(
     own: dict[str, Any] = {}
     for text in settings or ():
         own |= nested(*parse_override(text))
-    read = reader_of_text(tokenizer)
+    read = partial(read_text, tokenizer)
     found = None if maze is None else Maze.read(maze)
     if found is not None:
         words = list(map(str, tokenizer.convert_ids_to_tokens(range(len(tokenizer)))))
         if BOS not in words:
             raise UsageError("these students write no moves", where=f"--maze {maze}")
-        read = reader_of_maze(found, words)
+        read = partial(read_moves, found, words)
     columns = []
     with progress_bar("passes", len(opened) + (teacher is not None), unit="models") as bar:
         for name, model in opened.items():
@@ -227,7 +208,7 @@ def passes(
             from evaluation.text.reading import load_judge
 
             network, length = load_judge(teacher).model, first.config.row_length
-            columns.append(teacher_column(network, first_token(first), length, num, seed, read))
+            columns.append(teacher_column(network, first.config.require_first_token(), length, num, seed, read))
             bar.advance(1)
     about = (
         "Every student fills a whole row in few passes; the teacher writes one token a pass. "

@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -178,7 +179,7 @@ def write_page(found: dict[str, Any], path: Path) -> None:
     from trainer.sampling.registry import make_sampler
 
     task = found["task"]
-    read = passes.reader_of_maze(task.maze, task.words)
+    read = partial(passes.read_moves, task.maze, task.words)
     columns = []
     for name, student in found["students"].items():
         samplers = {}

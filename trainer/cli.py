@@ -137,13 +137,11 @@ def import_(
     """Convert one of the authors' released checkpoints."""
     from trainer.importing import import_checkpoint
 
-    made = import_checkpoint(checkpoint, out, ema, row_length=row_length, block_size=block_size, tokenizer=tokenizer)
-    steps = "" if made.global_step is None else f" after {made.global_step:,} steps"
-    typer.echo(
-        f"wrote {out}: {made.student}, {made.num_parameters:,} parameters, "
-        f"{made.weights} weights{steps}\nnext: gdistill-sample {out} --num 8 --out samples",
-        err=True,
-    )
+    sizes = {"row_length": row_length, "block_size": block_size}
+    student, made = import_checkpoint(checkpoint, out, ema, tokenizer=tokenizer, **sizes)
+    steps = "" if made["global_step"] is None else f" after {made['global_step']:,} steps"
+    facts = f"{made['student']}, {student.num_parameters():,} parameters, {made['weights']} weights{steps}"
+    typer.echo(f"wrote {out}: {facts}\nnext: gdistill-sample {out} --num 8 --out samples", err=True)
 
 
 @app.command()

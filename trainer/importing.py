@@ -15,7 +15,7 @@ from __future__ import annotations
 import re
 import zipfile
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -105,25 +105,6 @@ IGNORED = ("teacher_model.", "sampling_eps_min", "sampling_eps_max")
 REFERENCE = re.compile(r"\$\{([\w.]+)\}")
 """How the authors' configs point from one value to another."""
 MAX_REFERENCES = 8
-
-
-@dataclass(frozen=True)
-class Imported:
-    """What an import did.
-
-    Attributes:
-        student: Registry name of the student.
-        out: Folder of the model.
-        num_parameters: Parameters imported.
-        weights: ``ema`` or ``raw``.
-        global_step: Optimizer steps of the checkpoint; None when it does not say.
-    """
-
-    student: str
-    out: Path
-    num_parameters: int
-    weights: str
-    global_step: int | None
 
 
 def our_parameters(reference: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -345,7 +326,7 @@ def import_checkpoint(
     row_length: int | None = None,
     block_size: int | None = None,
     tokenizer: str | None = None,
-) -> Imported:
+) -> tuple[Student, dict[str, Any]]:
     """Convert one of the authors' checkpoints into a Hugging Face folder.
 
     Args:
@@ -356,6 +337,9 @@ def import_checkpoint(
         block_size: See :func:`student_from`.
         tokenizer: Folder of the tokenizer that the students were trained with (or its hub id, from
             the local cache). It goes into the folder, so that samples have text.
+
+    Returns:
+        The student, and what ``import.json`` says of where it came from.
 
     Raises:
         UsageError: When the checkpoint is absent, the folder is taken, or the tokenizer is another.
@@ -376,8 +360,13 @@ def import_checkpoint(
         student.save_pretrained(out)
         if words is not None:
             words.save_pretrained(out)
-    step, weights = checkpoint.get("global_step"), "ema" if ema else "raw"
-    step = step if isinstance(step, int) else None
-    source = {"file": ckpt.name, "sha256": sha256_file(ckpt), "weights": weights}
-    write_json_atomic(out / "import.json", {**source, "student": name, "global_step": step})
-    return Imported(name, out, student.num_parameters(), weights, step)
+    step = checkpoint.get("global_step")
+    record = {
+        "file": ckpt.name,
+        "sha256": sha256_file(ckpt),
+        "weights": "ema" if ema else "raw",
+        "student": name,
+        "global_step": step if isinstance(step, int) else None,
+    }
+    write_json_atomic(out / "import.json", record)
+    return student, record

@@ -74,11 +74,7 @@ def generate(
         remedy = "pass rows of one length, or one call for each length"
         raise UsageError("padded rows cannot be continued", where="attention_mask", remedy=remedy)
     if input_ids is None:
-        first = student.config.first_token_id
-        if first is None:
-            remedy = "pass input_ids whose first token is given"
-            raise UsageError("the student knows no first token", where="generate", remedy=remedy)
-        input_ids = torch.full((num_samples, 1), first)
+        input_ids = torch.full((num_samples, 1), student.config.require_first_token())
     length = student.config.row_length if max_length is None else max_length
     if input_ids.shape[1] > length:
         expected = f"at most max_length = {length} tokens"

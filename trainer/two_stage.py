@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from shards.console import is_first_process, stderr
-from shards.errors import UsageError, did_you_mean
-from shards.settings import flatten, merge, read_toml
+from shards.errors import UsageError
+from shards.settings import flatten, merge
 from shards.store.store import ShardStore
 from trainer.initial_weights import find_source
-from trainer.students.configuration import unread_settings
+from trainer.students.configuration import read_named, unread_settings
 from trainer.students.registry import STUDENTS
 from trainer.training.loop import train
 from trainer.training.settings import MODEL, PLAIN, RunConfig, build_student, compose_run, layered
@@ -66,11 +66,7 @@ def two_stage_parts(
         UsageError: For a student without such a recipe, for settings that the recipe decides, and
             as :func:`compose_run`.
     """
-    known = sorted(path.stem for path in RECIPES.glob("*.toml"))
-    if student not in known:
-        hint = did_you_mean(student, known, f"known: {known}")
-        raise UsageError("no recipe for this student", where="--student", got=student, remedy=hint)
-    recipe, overrides = read_toml(RECIPES / f"{student}.toml"), list(overrides)
+    recipe, overrides = read_named(RECIPES, student, "no recipe for this student", "--student"), list(overrides)
     asked = flatten(layered(chosen, overrides))
     for where, expected in {"student": student, "model.conditioning": "gumbel"}.items():
         if (got := asked.get(where, expected)) != expected:

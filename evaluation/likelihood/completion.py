@@ -23,7 +23,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from evaluation.likelihood.validation import PriorRowNoise
+from evaluation.likelihood.validation import prior_noise
 from shards.errors import UsageError
 from shards.settings import derive_seed
 from trainer.students.registry import AR, BD3LM, Student
@@ -161,8 +161,8 @@ class CompletionScorer:
         noise = None
         if self._reads_noise:
             ids = torch.tensor([*row_ids], device=tokens.device)
-            prior = PriorRowNoise(student, ids, row.shape[1], self.seed, draw)
-            noise = prior.embeddings(row == student.mask_id)  # type: ignore[operator]
+            prior = prior_noise(student, ids, row.shape[1], self.seed, draw)
+            noise = prior.embed(student, row == student.mask_id, torch.arange(len(ids), device=ids.device))
         found = student.predict_at(row, where, noise)  # type: ignore[operator]
         wanted, places = tokens[masked], masked.nonzero(as_tuple=True)
         own = found.gather(-1, wanted[:, None])[:, 0].double()

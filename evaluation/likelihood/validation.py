@@ -2,65 +2,35 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 import torch
-from jaxtyping import Bool, Int
+from jaxtyping import Int
 from torch import Tensor
 
 from evaluation.samples import DataRows
 from evaluation.score import PerSample, Score
 from shards.console import progress_bar
 from shards.errors import GdistillError, UsageError
-from shards.noise.embedding import Noise
 from shards.settings import derive_seed
 from shards.store.store import ShardStore
 from shards.stream.stream import RowBatch
-from trainer.objective.batch import Batch, BatchMaker, OfRows, Places
+from trainer.objective.batch import Batch, BatchMaker
 from trainer.objective.corruption import FULL
-from trainer.sampling.noise import sampling_noise
-from trainer.students.conditioning import EmbeddedNoise
+from trainer.sampling.noise import RowNoise, sampling_noise
 from trainer.students.registry import AR, Student
 
 
-@dataclass(frozen=True)
-class PriorRowNoise(OfRows):
+def prior_noise(student: Student, row_ids: Int[Tensor, "b"], row_length: int, seed: int, draw: int = 0) -> RowNoise:
     """Noise of B rows, drawn from the prior and truncated as the student has learnt to read it.
 
-    Attributes:
-        student: Who reads it.
-        row_ids: Key the noise, with the seed and the draw.
-        row_length: L.
-        seed: The user's.
-        draw: Which independent draw.
+    A function of the user's seed, the rows' ids and the number of the draw.
     """
-
-    student: Student
-    row_ids: Int[Tensor, "b"]
-    row_length: int
-    seed: int
-    draw: int = 0
-
-    def at(self, where: Bool[Tensor, "b l"] | Places) -> Noise:
-        """Noise of the masked positions in row-major order."""
-        places = Places.of(where)
-        noise = sampling_noise(
-            derive_seed(self.seed, "likelihood"),
-            self.row_ids,
-            self.row_length,
-            self.student.config.vocab_size,
-            codec=self.student.codec,
-            draw=self.draw,
-        )
-        return noise.select(places.rows * self.row_length + places.positions)
-
-    def embeddings(self, masked: Bool[Tensor, "b l"]) -> EmbeddedNoise:
-        """Laid out like the rows, zeros where a token is known."""
-        noise = self.student.embed_noise(self.at(masked))
-        return noise.laid_out(masked.nonzero(as_tuple=True), masked.shape)
+    codec, size = student.codec, student.config.vocab_size
+    noise = sampling_noise(derive_seed(seed, "likelihood"), row_ids, row_length, size, codec=codec, draw=draw)
+    return RowNoise(noise, row_length, tau=1.0)
 
 
 # Validation perplexity of a student, with the noise it was given said beside the number.
@@ -183,6 +153,6 @@ def _plain(student: Student, data: DataRows, part: range, draw: int, seed: int, 
         global_batch_size=len(part),
         epoch=draw,
         seed=seed,
-        noise=PriorRowNoise(student, ids, length, seed, draw) if noise == "prior" else None,
+        noise=prior_noise(student, ids, length, seed, draw) if noise == "prior" else None,
         counted=None if counted is None else counted.to(device),
     )

@@ -6,6 +6,7 @@ import itertools
 import json
 import re
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -207,7 +208,7 @@ def test_pieces_join_to_the_text_and_wait_for_whole_characters() -> None:
             return bytes(tokens).decode(errors="replace")
 
     text = "aé</script>"
-    pieces = passes.pieces_of_text(Bytes(), list(text.encode()))
+    pieces = passes.read_text(Bytes(), torch.tensor(list(text.encode())), []).pieces
     assert "".join(pieces) == text and len(pieces) == len(text.encode())
     assert pieces[:3] == ("a", "", "é")
 
@@ -219,7 +220,7 @@ def data_of(page: str) -> dict:
 
 def test_the_page_holds_every_budget_and_noise_and_loads_nothing(tmp_path: Path) -> None:
     student = make_student(conditioning="gumbel")
-    read = passes.reader_of_maze(MAZE, [*WORDS, *(f"w{n}" for n in range(8))])
+    read = partial(passes.read_moves, MAZE, [*WORDS, *(f"w{n}" for n in range(8))])
     samplers = {str(nfe): make_sampler("ancestral", nfe=nfe) for nfe in (1, 4)}
     noisy = passes.column_of("noisy", student, samplers, 3, 5, read)
     own = passes.Settled(("<bos>", *ROUND, "</script>"), (0, 1, 2, 3, 4, 5), "reaches T")

@@ -1,7 +1,7 @@
 """What one training step sees: token rows, their teacher log-probabilities and their noise.
 
 The noise of a row is decoded where the corruption has masked it and nowhere else: a batch carries
-the stored arrays, and ``RowNoise.at(places)`` hands the masked positions to the codec.
+the stored arrays, and ``noise.at(places)`` hands the masked positions to the codec.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class OfRows:
 
 
 @runtime_checkable
-class RowNoise(Protocol):
+class BatchNoise(Protocol):
     """The noise of a batch of rows (:class:`OfRows`), read at the masked positions only."""
 
     def at(self, where: Bool[Tensor, "b l"] | Places) -> Noise:
@@ -83,7 +83,7 @@ class Batch(OfRows):
     global_batch_size: int
     epoch: int
     seed: int
-    noise: RowNoise | None = None
+    noise: BatchNoise | None = None
     counted: Bool[Tensor, "b l"] | None = None
 
     @property

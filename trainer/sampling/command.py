@@ -65,10 +65,7 @@ def rows_to_fill(
     if length < 2:
         raise UsageError("nothing to fill", where="--length", got=length, expected="at least 2")
     if (prompt, prompt_file, infill) == (None, None, None):
-        if (first := config.first_token_id) is None:
-            what = "the model has no bos and no eos token to begin with"
-            raise UsageError(what, where="--prompt", remedy="give a prompt")
-        return ((first, *[config.vocab_size] * (length - 1)),)
+        return ((config.require_first_token(), *[config.vocab_size] * (length - 1)),)
     from trainer.sampling.given import prompted, read_infill, read_prompts
 
     if infill is not None:

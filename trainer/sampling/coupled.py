@@ -149,7 +149,7 @@ class VerifiedRows(Rows):
     ) -> Int[Tensor, "n"]:
         """argmax(l + tau xi) at some positions, over the tokens that the rule keeps."""
         parts = [
-            self.winners(logits[chunk], self.noise.at(rows[chunk], positions[chunk]))
+            self.winners(logits[chunk], self.noise.at(Places(rows[chunk], positions[chunk])))
             for chunk in position_chunks(len(logits), logits.shape[1], logits.device)
         ]
         return torch.cat(parts)

@@ -95,9 +95,11 @@ class RowNoise:
             noise = noise.redrawn(attempt * STEPS_PER_ATTEMPT)
         return replace(self, noise=noise)
 
-    def at(self, rows: Int[Tensor, "n"], positions: Int[Tensor, "n"]) -> Noise:
+    def at(self, where: Bool[Tensor, "b l"] | Places) -> Noise:
+        """That of some places, row-major: as a batch of training has it."""
         assert self.noise is not None
-        return self.noise.select((rows * self.length + positions).to(self.noise.device))
+        places = Places.of(where)
+        return self.noise.select((places.rows * self.length + places.positions).to(self.noise.device))
 
     def embed(
         self, student: Any, masked: Bool[Tensor, "m w"], rows: Int[Tensor, "m"], first: int = 0
@@ -106,7 +108,7 @@ class RowNoise:
         if self.noise is None:
             return None
         row, column = masked.nonzero(as_tuple=True)
-        noise = self.at(rows[row], first + column)
+        noise = self.at(Places(rows[row], first + column))
         return student.embed_noise(noise.to(row.device), self.tau).laid_out((row, column), masked.shape)
 
 

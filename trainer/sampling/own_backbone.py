@@ -262,7 +262,7 @@ class TreeRows(VerifiedRows):
             self.ready = max(count, min(most, length - int(first.min()) + count))
             places = first[:, None] + torch.arange(self.ready, device=first.device)
             rows = self.active.repeat_interleave(self.ready)
-            noise = self.noise.at(rows, places.clamp_max(length - 1).flatten())
+            noise = self.noise.at(Places(rows, places.clamp_max(length - 1).flatten()))
             arrivals = noise.tile(0, size).to(first.device).view(len(first), self.ready, size)
             self.origin, self.xi = first, arrivals.double().log_().mul_(-self.sampler.tau)
             if self.ngrams is not None:

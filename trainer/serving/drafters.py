@@ -68,7 +68,7 @@ def embeddings(student: Student, prefixes: list[Prefix], places: Int[Tensor, "b 
         keys = EngineKeys(torch.full_like(own, prefix.seed), own)
         noise = KeyedPrior(keys, student.config.vocab_size)
         rows.append(student.embed_noise(noise, prefix.temperature))
-    return EmbeddedNoise.cat(rows).unflatten(places.shape)
+    return EmbeddedNoise.cat(rows).map(lambda part: part.unflatten(0, places.shape))
 
 
 def race(

@@ -102,7 +102,7 @@ class AR(Student):
 
     def start_cache(self, batch_size: int) -> KeyValueCache:
         """Empty memory for the keys and values of ``batch_size`` rows."""
-        return self.backbone.start_cache(batch_size, self.config.row_length)
+        return KeyValueCache.empty(self.backbone, batch_size, self.config.row_length)
 
     @torch.no_grad()
     def predict_next(self, tokens: Int[Tensor, "b new"], cache: KeyValueCache) -> Float[Tensor, "b v1"]:

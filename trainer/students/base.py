@@ -113,6 +113,13 @@ class StudentConfig(PretrainedConfig):
         """Begins an unconditional sample: bos, or eos where there is no bos."""
         return self.eos_token_id if self.bos_token_id is None else self.bos_token_id
 
+    def require_first_token(self) -> int:
+        """``first_token_id``, or a UsageError."""
+        if (first := self.first_token_id) is None:
+            what, remedy = "the model has no bos and no eos token to begin with", "give a prompt"
+            raise UsageError(what, where="first token", remedy=remedy)
+        return first
+
     @property
     def tokens_per_block(self) -> int:
         """Block size in tokens; the whole row when none is set."""

@@ -173,7 +173,7 @@ class BD3LM(MDLM):
             what = "a time-conditioned student has no block cache"
             remedy = "sample without one (use_cache=false), or by predict_at over the prefix"
             raise UsageError(what, where="time_conditioning", remedy=remedy)
-        return self.backbone.start_cache(batch_size, self.config.row_length)
+        return KeyValueCache.empty(self.backbone, batch_size, self.config.row_length)
 
     @torch.no_grad()
     def predict_after(

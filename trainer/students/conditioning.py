@@ -50,9 +50,6 @@ class EmbeddedNoise:
         """A batch of that shape: these positions at ``index``, zero elsewhere."""
         return self.map(lambda part: part.new_zeros(*shape, part.shape[-1]).index_put(index, part))
 
-    def unflatten(self, sizes: Sequence[int]) -> EmbeddedNoise:
-        return self.map(lambda part: part.unflatten(0, sizes))
-
     @classmethod
     def cat(cls, parts: Sequence[EmbeddedNoise]) -> EmbeddedNoise:
         columns = zip(*((p.embedding, p.scores, p.ids) for p in parts), strict=True)

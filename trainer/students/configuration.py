@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from shards.errors import UsageError
+from shards.errors import UsageError, did_you_mean
 from shards.settings import check_bounds, flatten, read_toml, setting, to_mapping
 
 PRESETS = Path(__file__).resolve().parent.parent / "presets" / "students"
@@ -87,11 +87,6 @@ class DiffusionSettings:
         check_bounds(self, "model.diffusion")
         expected = f"at most max_time = {self.max_time}"
         require(self.min_time <= self.max_time, "diffusion.min_time", self.min_time, expected)
-
-    @property
-    def as_bound(self) -> DiffusionSettings:
-        """The same under the bound's own weights and times: what validation measures."""
-        return dataclasses.replace(self, max_loss_weight=None, fully_masked_share=0.0)
 
 
 @dataclass(frozen=True)
@@ -239,13 +234,14 @@ def grouped(values: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def read_preset(name: str) -> dict[str, Any]:
-    """The settings of a named preset (``tiny``, ``small``, ``medium``, ``maze``), as a mapping.
-
-    Raises:
-        UsageError: For an unknown name, listing the known ones.
-    """
-    known = sorted(path.stem for path in PRESETS.glob("*.toml"))
+def read_named(folder: Path, name: str, what: str, where: str) -> dict[str, Any]:
+    """The TOML file of that name in a folder; a UsageError that says ``what`` and the known names for another."""
+    known = sorted(path.stem for path in folder.glob("*.toml"))
     if name not in known:
-        raise UsageError("unknown student preset", where=name, expected=f"one of {known}")
-    return read_toml(PRESETS / f"{name}.toml")
+        raise UsageError(what, where=where, got=name, remedy=did_you_mean(name, known, f"known: {known}"))
+    return read_toml(folder / f"{name}.toml")
+
+
+def read_preset(name: str) -> dict[str, Any]:
+    """The settings of a named student preset (``tiny``, ``small``, ``medium``, ``maze``)."""
+    return read_named(PRESETS, name, "unknown student preset", "architecture")

@@ -204,8 +204,3 @@ class DecoderBackbone(nn.Module):
         if self.predicts_next:  # the state behind nothing has no token to predict: it is dropped
             states = torch.cat((states[:, :1], states[:, :-1]), dim=1)
         return states[: len(x)]
-
-    def start_cache(self, batch_size: int, capacity: int) -> KeyValueCache:
-        """Empty key/value memory for ``capacity`` tokens per row."""
-        shape = batch_size, self.num_key_value_heads, capacity, self.head_width
-        return KeyValueCache.empty(self.vocab_embed.embedding, len(self.blocks), *shape)

@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -87,7 +88,10 @@ class KeyValueCache:
     length: int = 0
 
     @classmethod
-    def empty(cls, weight: Tensor, *shape: int) -> KeyValueCache:
+    def empty(cls, backbone: Any, batch_size: int, capacity: int) -> KeyValueCache:
+        """Memory for ``capacity`` tokens of each row, of the backbone's precision and device."""
+        weight, heads = backbone.vocab_embed.embedding, backbone.num_key_value_heads
+        shape = len(backbone.blocks), batch_size, heads, capacity, backbone.head_width
         zeros = torch.zeros(shape, dtype=weight.dtype, device=weight.device)
         return cls(zeros, zeros.clone())
 
@@ -244,7 +248,7 @@ class DiT(nn.Module):
         super().__init__()
         condition_size = settings.condition_size if uses_sigma else None
         width = self.attended_width = settings.hidden_size
-        self.head_width = width // settings.num_heads
+        self.num_key_value_heads, self.head_width = settings.num_heads, width // settings.num_heads
         self.vocab_embed = Embedding(vocab_size + 1, width, settings.embedding_init_std)
         self.sigma_map = SigmaEmbedding(condition_size) if condition_size else None
         self.blocks = nn.ModuleList(Block(settings, layer, condition_size) for layer in range(settings.num_layers))
@@ -274,8 +278,3 @@ class DiT(nn.Module):
             if noise is not None and str(depth) in self.noise_readings:
                 x = self.noise_readings[str(depth)](x, noise, self.output_layer.linear.weight)
         return x
-
-    def start_cache(self, batch_size: int, capacity: int) -> KeyValueCache:
-        """Empty key/value memory for ``capacity`` tokens per row."""
-        shape = batch_size, self.attended_width // self.head_width, capacity, self.head_width
-        return KeyValueCache.empty(self.vocab_embed.embedding, len(self.blocks), *shape)

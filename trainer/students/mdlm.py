@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -47,9 +48,9 @@ class MDLM(Student):
     def corrupt(self, batch: Batch, time_bounds: tuple[float, float] | None = None) -> Corruption:
         """Times, mask and loss weights of a batch; those of the bound where clips are given."""
         settings = self.settings.diffusion
-        if time_bounds is None:
-            return corrupt(batch, settings, self.num_blocks, self.clips)
-        return corrupt(batch, settings.as_bound, self.num_blocks, time_bounds)
+        if time_bounds is not None:
+            settings = replace(settings, max_loss_weight=None, fully_masked_share=0.0)
+        return corrupt(batch, settings, self.num_blocks, time_bounds or self.clips)
 
     def corrupted_loss(self, batch: Batch, corruption: Corruption) -> LossOutput:
         """The loss of given times and masks."""

@@ -21,12 +21,11 @@ from shards.settings import (
     merge,
     nested,
     parse_override,
-    read_toml,
     resolve,
     setting,
     to_mapping,
 )
-from trainer.students.configuration import StudentSettings, read_preset, unread_settings
+from trainer.students.configuration import StudentSettings, read_named, read_preset, unread_settings
 
 if TYPE_CHECKING:
     from shards.store.store import ShardStore
@@ -167,12 +166,8 @@ class RunConfig:
 
 
 def read_recipe(name: str) -> dict[str, Any]:
-    """The settings of a named recipe; an unknown name is a UsageError with the nearest known one."""
-    known = sorted(path.stem for path in RECIPES.glob("*.toml"))
-    if name not in known:
-        hint = did_you_mean(name, known, f"known presets: {known}")
-        raise UsageError("unknown preset", where="--preset", got=name, remedy=hint)
-    return read_toml(RECIPES / f"{name}.toml")
+    """The settings of a named recipe."""
+    return read_named(RECIPES, name, "unknown preset", "--preset")
 
 
 def compose_run(sources: Iterable[Mapping[str, Any]], overrides: Iterable[str] = ()) -> RunConfig:

@@ -15,7 +15,7 @@ from torch.nn.functional import pad
 
 from benchmarks.goldens import predict
 from evaluation.likelihood.completion import CompletionScorer
-from evaluation.likelihood.validation import PriorRowNoise, validation_perplexity
+from evaluation.likelihood.validation import prior_noise, validation_perplexity
 from evaluation.samples import DataRows, read_data_rows
 from shards.errors import UsageError
 from tests.evaluation.kit import evaluate, results
@@ -90,8 +90,8 @@ def test_prior_draws_average_likelihoods() -> None:
     where[0, 6:] = True
     draws = []
     for draw in range(3):
-        noise = PriorRowNoise(student, torch.tensor([5]), ROW.shape[1], 1, draw)
-        draws.append(log_prob(student, ROW, [6, 7, 8], noise=noise.embeddings(where)))
+        noise = prior_noise(student, torch.tensor([5]), ROW.shape[1], 1, draw).embed(student, where, torch.arange(1))
+        draws.append(log_prob(student, ROW, [6, 7, 8], noise=noise))
     assert max(draws) - min(draws) > 0.01  # the noise matters
     expected = float(torch.tensor(draws).exp().mean().log())
     scorer = CompletionScorer(student, num_draws=3, seed=1)

@@ -46,4 +46,4 @@ def row_noise(student: Any, batch: Batch, tau: float = 1.0) -> EmbeddedNoise:
     """The noise of every position, embedded and laid out like the rows."""
     everywhere = torch.ones(batch.tokens.shape, dtype=torch.bool)
     embedded = student.embed_noise(batch.noise.at(everywhere), tau)
-    return embedded.unflatten(tuple(batch.tokens.shape)).map(torch.detach)
+    return embedded.map(lambda part: part.detach().unflatten(0, batch.tokens.shape))
