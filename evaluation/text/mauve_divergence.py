@@ -221,6 +221,6 @@ def _compute(judge: JudgeModel, texts: Sequence[str], max_tokens: int) -> dict[s
             found.update(zip(members, torch.stack(parts).cpu().numpy(), strict=True))
             bar.advance(len(members))
 
-        judge.budget.run(lengths_of, max_tokens, read)
+        judge.longest_first(lengths_of, read)
     last, means, gradients = np.stack([found[index] for index in range(len(rows))], axis=1)
     return {"values": last, "means": means, "gradients": gradients, "num_tokens": lengths}

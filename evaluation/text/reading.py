@@ -42,58 +42,8 @@ DEFAULT_MAX_TOKENS = 1024
 """Tokens of a text that are read: the length of the paper's samples."""
 UNLIMITED_CONTEXT = 1024
 """Window over texts for models that set no limit (Mamba, Bloom): that of the published numbers."""
-MEMORY_SHARE = 0.5
-"""Part of a GPU's memory, behind the weights, that texts may take."""
-FLOATS_PER_LOGIT, FLOATS_PER_UNIT = 3, 32
-"""Float32 values alive at once for each logit (their log-softmax, a copy) and for each unit of the
-hidden state (a block's activations)."""
-
-
-@dataclass
-class TokenBudget:
-    """How many tokens of several texts go through a judge at once.
-
-    On a GPU as many as fit; what did not fit is remembered. On a CPU, whose results are reproduced
-    bit for bit, one text at a time.
-
-    Attributes:
-        tokens: At most so many, fill included; less for good where memory runs out. One text always
-            goes, whatever its length.
-    """
-
-    tokens: int
-
-    @classmethod
-    def on(cls, device: torch.device, num_logits: int, hidden_size: int, weight_bytes: int) -> TokenBudget:
-        """What fits on a device; the same on every machine with the same device."""
-        if device.type != "cuda":
-            return cls(1)
-        token_bytes = 4 * (FLOATS_PER_LOGIT * num_logits + FLOATS_PER_UNIT * hidden_size)
-        free = max(0, torch.cuda.get_device_properties(device).total_memory - weight_bytes)
-        return cls(max(1, min(int(MEMORY_SHARE * free) // token_bytes, largest_batch(num_logits, device))))
-
-    def run(self, lengths: Sequence[int], context: int, work: Callable[[list[int]], None]) -> None:
-        """Do ``work`` on every text, longest first, as many at a time as the budget allows.
-
-        Args:
-            lengths: Tokens of each text.
-            context: Tokens of the longest window.
-            work: Takes the texts' indices, longest first; done again with half of them where
-                memory runs out.
-
-        Raises:
-            GdistillError: If a single text does not fit.
-        """
-        order = sorted(range(len(lengths)), key=lambda index: -lengths[index])
-        while order:
-            width = max(1, min(lengths[order[0]], context))
-            group = order[: max(1, self.tokens // width)]
-            order = order[len(group) :]
-            size = BatchSize(len(group))
-
-            in_batches(lambda part, members=group: work(members[part]), len(group), size)
-            if size.rows < len(group):
-                self.tokens = size.rows * width
+TEXTS_ON_GPU = 64
+"""Texts that go through a judge at once on a GPU; fewer where they do not fit."""
 
 
 @dataclass(frozen=True)
@@ -109,7 +59,7 @@ class JudgeModel:
         border_ids: Tokens that stand between texts; their predictions do not count.
         weights_sha256: Hash of the weights, so that two judges of one name are told apart.
         products: How its float32 matrix products run: ``float32``, or ``TF32`` on a GPU.
-        budget: How many tokens it reads at once.
+        size: Texts that it reads at once: one on a CPU, whose results are reproduced bit for bit.
     """
 
     name: str
@@ -120,12 +70,17 @@ class JudgeModel:
     border_ids: tuple[int, ...]
     weights_sha256: str = ""
     products: str = "float32"
-    budget: TokenBudget = field(default_factory=lambda: TokenBudget(1))
+    size: BatchSize = field(default_factory=lambda: BatchSize(1))
 
     @property
     def identity(self) -> dict[str, str]:
         """What a number must carry of its judge."""
         return {"judge": self.name, "judge_sha256": self.weights_sha256}
+
+    def longest_first(self, lengths: Sequence[int], work: Callable[[list[int]], None]) -> None:
+        """Do ``work`` on the indices of all texts, as many at a time as fit; GdistillError if one does not."""
+        order = sorted(range(len(lengths)), key=lambda index: -lengths[index])
+        in_batches(lambda part: work(order[part]), len(order), self.size)
 
 
 def load_judge(name: str, device: str = "cpu") -> JudgeModel:
@@ -149,18 +104,15 @@ def load_judge(name: str, device: str = "cpu") -> JudgeModel:
         expected = "a token to stand in front of a text"
         remedy = "give a judge whose tokenizer_config.json names one"
         raise GdistillError(what, where=name, got=got, expected=expected, remedy=remedy)
-    model = load_causal_model(files, "float32", place).network
-    weight_bytes = sum(value.numel() * value.element_size() for value in model.parameters())
     return JudgeModel(
         name=files.name,
-        model=model,
+        model=load_causal_model(files, "float32", place).network,
         tokenizer=tokenizer,
         context_length=files.context_length or UNLIMITED_CONTEXT,
         document_start_id=eos if bos is None else bos,
         border_ids=borders,
         weights_sha256=files.weights_sha256,
         products=allow_tf32(place),
-        budget=TokenBudget.on(place, files.num_logits, files.hidden_size, weight_bytes),
     )
 
 
@@ -397,7 +349,10 @@ class Judging:
         found = cls.of(load_judge(name, device or "auto"), **further)
         window = min(found.limits.context_tokens, found.limits.max_tokens)
         logits = found.judge.model.get_output_embeddings().weight.shape[0]
-        require_indexable(window * logits, found.judge.model.device, "cut texts with --max-tokens")
+        device = found.judge.model.device
+        require_indexable(window * logits, device, "cut texts with --max-tokens")
+        if device.type == "cuda":
+            found.judge.size.rows = min(TEXTS_ON_GPU, largest_batch(window * logits, device))
         return found
 
     def read(self, texts: Sequence[str]) -> list[JudgedText]:
@@ -420,7 +375,7 @@ class Judging:
                         memory.add(new[index], reading)
                         bar.advance(len(encoded[index]))
 
-                judge.budget.run([len(ids) for ids in encoded], limits.context_tokens, work)
+                judge.longest_first([len(ids) for ids in encoded], work)
         return [memory[text] for text in texts]
 
     def _read(self, rows: list[list[int]]) -> list[JudgedText]:

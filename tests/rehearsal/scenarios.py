@@ -28,10 +28,10 @@ from safetensors.torch import load_file
 from benchmarks.synthetic import batch_reader, synthetic_output, unigram
 from benchmarks.synthetic import write_store as write_synthetic
 from evaluation.text.mauve_divergence import text_features
-from evaluation.text.reading import JudgeModel, Judging, TokenBudget
+from evaluation.text.reading import JudgeModel, Judging
 from pipeline.extract import to_host
 from shards.codec.protocol import TeacherOutput, make_codec
-from shards.language_model.forward import resolve_device
+from shards.language_model.forward import BatchSize, resolve_device
 from shards.settings import resolve
 from shards.store.store import ShardStore
 from tests.rehearsal.pretend_cuda import WAITS, pretend_cuda
@@ -308,8 +308,7 @@ def judge(features: bool) -> Counts:
     place = resolve_device("auto")
     most = 32 if features else None
     words = SimpleNamespace(encode=lambda text, **_: [2 + int(digit) for digit in text][:most])
-    budget = TokenBudget.on(place, SMALL, 32, 0)
-    model = JudgeModel("tiny", tiny_llama().to(place).eval(), words, 32, 0, (0,), budget=budget)
+    model = JudgeModel("tiny", tiny_llama().to(place).eval(), words, 32, 0, (0,), size=BatchSize(7))
 
     def read(index: int) -> object:
         texts = [str(10 ** (30 + 3 * length) + index) for length in range(7)]

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Mapping
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -71,54 +69,20 @@ def run_status(out: Path, now: float | None = None) -> dict[str, Any]:
     }
 
 
-def _text(status: Mapping[str, Any]) -> str:
-    """A few aligned lines; what is not known yet has none."""
-    step, checkpoint, age = (status[name] for name in ("step", "checkpoint_step", "seconds_since_line"))
-    saved = None if checkpoint is None else f"step {checkpoint:,}"
-    said = "" if age is None else f"; last line {_duration(age)} ago"
-    process = f"none{said}; the same command goes on from {saved or 'the beginning'}"
-    if status["is_running"]:
-        process = f"at work{said}"
-    elif status["is_finished"]:
-        process = f"none: finished, {status['out']}/{MODEL}"
-    elif status["is_running"] is None:
-        process = f"unknown: this file system has no locks{said}"
-    lines = {
-        "run": "{student}, conditioning {conditioning}, {out}",
-        "step": "none yet" if step is None else f"{{step:,}} of {{num_steps:,}} ({step / status['num_steps']:.1%})",
-        "rate": status["steps_per_second"] and "{tokens_per_second:,.0f} tok/s, {steps_per_second:.3g} steps/s",
-        "left": status["eta_seconds"] and _duration(status["eta_seconds"]),
-        "loss": status["loss"] is not None and "{loss:.4f} (the objective, with its own weights)",
-        "validation": status["validation_step"]
-        and "{validation_nll_nats:.4f} nats per token at step {validation_step:,}",
-        "checkpoint": saved or "none yet",
-    }
-    shown = [f"{name:<12} {text.format(**status)}" for name, text in lines.items() if text]
-    return "\n".join([*shown, f"{'process':<12} {process}"])
-
-
-def _duration(seconds: float) -> str:
-    return str(timedelta(seconds=round(seconds)))
-
-
 def status_text(out: Path, as_json: bool = False, now: float | None = None) -> str:
-    """What was trained, or is, in a run's folder: one part, or both of a two-stage training.
+    """What was trained, or is, in a run's folder: the figures of one part, or of both of a two-stage training.
 
     Args:
         out: The ``--out`` of a training.
-        as_json: The figures of every part by name, null where there is none yet; else a few lines a part.
+        as_json: ``{"parts": [...]}``, null where there is nothing yet; else a line a figure that there is.
         now: As in :func:`run_status`.
 
     Raises:
         UsageError: If no training has begun there.
     """
-    has_plain, has_own = ((folder / CONFIG_FILE).is_file() for folder in (out / PLAIN, out))
-    parts = [run_status(out / PLAIN, now)] if has_plain else []
-    parts += [run_status(out, now)] if has_own or not has_plain else []
+    begun = [folder for folder in (out / PLAIN, out) if (folder / CONFIG_FILE).is_file()]
+    parts = [run_status(folder, now) for folder in begun or [out]]
     if as_json:
         return json.dumps({"parts": parts}, indent=2)
-    texts = [_text(part) for part in parts]
-    if has_plain:
-        texts += ["run          begins when part 1 is finished"] if len(texts) == 1 else []
-        texts = [f"part {n} of 2\n{text}" for n, text in enumerate(texts, 1)]
-    return "\n\n".join(texts)
+    shown = [{n: f"{v:.6g}" if isinstance(v, float) else v for n, v in part.items() if v is not None} for part in parts]
+    return "\n\n".join("\n".join(f"{name:<24} {value}" for name, value in part.items()) for part in shown)

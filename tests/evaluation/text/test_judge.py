@@ -7,7 +7,6 @@ import math
 import shutil
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import mauve
@@ -20,8 +19,9 @@ from torch import Tensor
 
 from evaluation.text import reading
 from evaluation.text.mauve_divergence import TextFeatures, mauve_of_histograms, mauve_score, text_features
-from evaluation.text.reading import JudgeModel, Judging, TokenBudget, load_judge
+from evaluation.text.reading import JudgeModel, Judging, load_judge
 from shards.errors import GdistillError, UsageError
+from shards.language_model.forward import BatchSize
 from tests.evaluation.kit import Told, nll_nats
 
 
@@ -122,13 +122,13 @@ def test_readings_survive_and_are_not_made_twice(
 TEXTS = ["a b b " * 9, "b", "", "a a b " * 2, "<eos>", "b b a " * 7 + "<eos> a", "a b b"]
 
 
-def judging(judge: JudgeModel, tokens: int = 1) -> Judging:
-    return Judging.of(replace(judge, budget=TokenBudget(tokens)), stride=8, max_tokens=29)
+def judging(judge: JudgeModel, texts: int = 1) -> Judging:
+    return Judging.of(replace(judge, size=BatchSize(texts)), stride=8, max_tokens=29)
 
 
-@pytest.mark.parametrize("tokens", [7, 16, 40, 1000])
+@pytest.mark.parametrize("texts", [2, 3, 100])
 def test_texts_side_by_side_read_like_each_alone(
-    judge: JudgeModel, tokens: int, monkeypatch: pytest.MonkeyPatch
+    judge: JudgeModel, texts: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A logit of this judge is a sum of 8 terms of size below 1."""
     alone, passes, forward = judging(judge).read(TEXTS), [], judge.model.forward
@@ -138,18 +138,18 @@ def test_texts_side_by_side_read_like_each_alone(
         return forward(input_ids=input_ids, **options)
 
     monkeypatch.setattr(judge.model, "forward", noted)
-    found = judging(judge, tokens).read(TEXTS)
+    found = judging(judge, texts).read(TEXTS)
     for one, other in zip(alone, found, strict=True):
         assert (one.ids, one.counted) == (other.ids, other.counted)
         assert other.nll_nats == pytest.approx(one.nll_nats, rel=0, abs=1e-5)
     assert found[4].nll_nats == (0.0,), "of a text without a token that counts"
-    assert all(len(ids) == 1 or ids.numel() <= tokens for ids in passes)
-    if tokens == 1000:
+    assert all(len(ids) <= texts for ids in passes)
+    if texts == 100:
         assert len(passes) == 3, "one for each window of the longest"
 
 
 def test_what_did_not_fit_is_remembered(judge: JudgeModel, monkeypatch: pytest.MonkeyPatch, told: Told) -> None:
-    together, alone = judging(judge, 100), judging(judge).read(TEXTS)
+    together, alone = judging(judge, 7), judging(judge).read(TEXTS)
     forward, sizes = judge.model.forward, []
 
     def small(input_ids: Tensor, **options: Any) -> Any:
@@ -160,23 +160,11 @@ def test_what_did_not_fit_is_remembered(judge: JudgeModel, monkeypatch: pytest.M
 
     monkeypatch.setattr(judge.model, "forward", small)
     assert [one.ids for one in together.read(TEXTS)] == [one.ids for one in alone]
-    assert together.judge.budget.tokens <= 40 and max(sizes) > 40
+    assert together.judge.size.rows == 1 and max(sizes) > 40
     failed = sum(size > 40 for size in sizes)
     together.read([text + " b" for text in TEXTS])
     assert sum(size > 40 for size in sizes) == failed, "tried once in a process"
     assert told().count("out of memory") == failed
-
-
-def test_a_budget_is_sized_by_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """GPT-2 Large and a vocabulary of 151,936 on 40 GB; a CPU reads one text at a time."""
-    memory = SimpleNamespace(total_memory=40 * 10**9)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: memory)
-    gpu, weights = torch.device("cuda"), 3 * 10**9
-    assert TokenBudget.on(gpu, 50_257, 1280, weights).tokens == 18_500_000_000 // (4 * 191_731) == 23 * 1024 + 570
-    monkeypatch.setattr(memory, "total_memory", 10**12)
-    wide = TokenBudget.on(gpu, 151_936, 1280, weights).tokens
-    assert wide * 151_936 < 2**31 <= (wide + 1) * 151_936
-    assert TokenBudget.on(torch.device("cpu"), 151_936, 1280, weights).tokens == 1
 
 
 # MAUVE: mauve-text's own number from text to score, and every seed in it.
@@ -217,7 +205,7 @@ def test_texts_side_by_side_have_the_features_of_each_alone(judge: JudgeModel) -
     """One block of 8 units: float32 sums of 8 and 32 terms below 2 in another order."""
     given = [*texts(1, 0.3), "a"]
     alone = text_features(judge, given, MOST)
-    together = text_features(replace(judge, budget=TokenBudget(64)), given, MOST)
+    together = text_features(replace(judge, size=BatchSize(64)), given, MOST)
     assert np.array_equal(alone.num_tokens, together.num_tokens)
     np.testing.assert_allclose(together.values, alone.values, rtol=0, atol=2e-5)
 

@@ -110,26 +110,29 @@ def test_a_run_at_work(tmp_path: Path) -> None:
     with exclusive(out):
         text = status_text(out, now=5042.0)
     # 64 tokens a step at 320 tokens a second: 5 steps a second, 750 to go.
-    assert text.splitlines()[1:] == [
-        "step         250 of 1,000 (25.0%)",
-        "rate         320 tok/s, 5 steps/s",
-        "left         0:02:30",
-        "loss         2.7500 (the objective, with its own weights)",
-        "validation   2.5000 nats per token at step 200",
-        "checkpoint   step 200",
-        "process      at work; last line 0:00:42 ago",
+    assert [line.split() for line in text.splitlines()[3:]] == [
+        ["step", "250"],
+        ["num_steps", "1000"],
+        ["tokens_per_second", "320"],
+        ["steps_per_second", "5"],
+        ["eta_seconds", "150"],
+        ["loss", "2.75"],
+        ["validation_step", "200"],
+        ["validation_nll_nats", "2.5"],
+        ["checkpoint_step", "200"],
+        ["seconds_since_line", "42"],
+        ["is_running", "True"],
+        ["is_finished", "False"],
     ]
 
 
 def test_a_run_that_died_one_before_its_first_line_and_none(tmp_path: Path, monkeypatch: Any) -> None:
-    died = status_text(run_folder(tmp_path / "out{}", train_line(250, 320.0)), now=8600.0)
-    line = "process      none; last line 1:00:00 ago; the same command goes on from the beginning"
-    assert died.splitlines()[-1] == line and "out{}" in died
+    died = run_status(run_folder(tmp_path / "out", train_line(250, 320.0)), now=8600.0)
+    assert died["is_running"] is False and died["seconds_since_line"] == 3600 and died["checkpoint_step"] is None
     begun = run_folder(tmp_path / "begun")
-    assert run_status(begun)["eta_seconds"] is None
-    assert "step         none yet" in status_text(begun)
-    monkeypatch.setattr("trainer.training.status.is_held", lambda _: None)
-    assert "process      unknown: this file system has no locks" in status_text(begun)
+    assert run_status(begun)["eta_seconds"] is None and "step" not in status_text(begun)
+    monkeypatch.setattr("trainer.training.status.is_held", lambda _: None)  # a file system without locks
+    assert run_status(begun)["is_running"] is None
     for content in (None, "{", "[]", '{"student": "mdlm"}'):
         if content is not None:
             (tmp_path / "config.json").write_text(content)
@@ -143,13 +146,13 @@ def test_a_run_that_died_one_before_its_first_line_and_none(tmp_path: Path, monk
 def test_both_parts_are_seen(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The first part of a two-stage training lies below the run's folder, alone at first."""
     run_folder(tmp_path / "out" / "plain", train_line(250, 320.0))
-    text = status_text(tmp_path / "out").splitlines()
-    assert text[0] == "part 1 of 2" and text[-1].endswith("begins when part 1 is finished")
+    assert "\n\n" not in status_text(tmp_path / "out")
     run_folder(tmp_path / "out", train_line(7, 320.0))
     assert call("gdistill-train", "status", tmp_path / "out", "--json") == 0
     parts = json.loads(capsys.readouterr().out)["parts"]
     assert [part["step"] for part in parts] == [250, 7]
-    assert "part 2 of 2\nrun " in status_text(tmp_path / "out")
+    first, second = status_text(tmp_path / "out").split("\n\n")
+    assert "plain" in first and "plain" not in second.splitlines()[0]
 
 
 def test_a_real_run_and_a_longer_one_after_it(tmp_path: Path, finished: Path) -> None:
