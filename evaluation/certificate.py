@@ -78,16 +78,6 @@ def kept(logits: Float[Tensor, "n v"], rule: TokenRule, slack: float = 0.0) -> B
     return (probs > 0) | best
 
 
-def token_margins(
-    scores: Float[Tensor, "n v"], tokens: Int[Tensor, "n"]
-) -> tuple[Float[Tensor, "n"], Int[Tensor, "n"]]:
-    """Score of each token minus the best other score, and whose that is."""
-    own = scores.gather(1, tokens[:, None])
-    others = scores.scatter(1, tokens[:, None], -torch.inf)
-    best, winners = others.max(dim=1)
-    return own[:, 0] - best, winners
-
-
 def decide(
     scores: Float[Tensor, "n v"],
     logits: Float[Tensor, "n v"],
@@ -108,7 +98,9 @@ def decide(
     """
 
     def among_kept(slack: float) -> tuple[Float[Tensor, "n"], Int[Tensor, "n"]]:
-        return token_margins(scores.masked_fill(~kept(logits, rule, slack), -torch.inf), tokens)
+        allowed = scores.masked_fill(~kept(logits, rule, slack), -torch.inf)
+        best, winners = allowed.scatter(1, tokens[:, None], -torch.inf).max(dim=1)
+        return allowed.gather(1, tokens[:, None])[:, 0] - best, winners
 
     margins, winners = among_kept(0.0)
     is_tie = margins.abs() <= within

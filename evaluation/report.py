@@ -153,7 +153,8 @@ def write_scores(directory: Path, summary: str, scored: Scored, pieces: Pieces |
         for score in scores:
             for caution in score.cautions:
                 found.setdefault(f"{score.name}: {caution}", []).append(samples.name)
-    cautions = [f"{text} ({_files(names, len(scored))})" for text, names in found.items()]
+    of = {text: "all files" if len(names) == len(scored) else ", ".join(names) for text, names in found.items()}
+    cautions = [f"{text} ({files})" for text, files in of.items()]
     page = write_report(
         directory,
         title="Scores",
@@ -284,10 +285,6 @@ def _settings_notes(name: str, scored: Scored, scores: Sequence[Score]) -> Itera
         if text:
             of = "" if len(files) == 1 else f" of {', '.join(names)}"
             yield f"{name}{of}: {text}"
-
-
-def _files(names: Sequence[str], total: int) -> str:
-    return "all files" if len(names) == total else ", ".join(names)
 
 
 def _short(value: Any) -> str:

@@ -412,10 +412,6 @@ def _is_count(value: object, end: int = 2**63) -> bool:
     return type(value) is int and 0 <= value < end
 
 
-def _is_seconds(value: object) -> bool:
-    return type(value) in (int, float) and value >= 0  # type: ignore[operator]
-
-
 FIELDS = {
     "text": (lambda value: isinstance(value, str), "a string or null"),
     "config_sha256": (lambda value: isinstance(value, str), "a string or null"),
@@ -423,7 +419,7 @@ FIELDS = {
     "index": (_is_count, "a whole number >= 0"),
     "nfe": (_is_count, "a whole number >= 0"),
     "seed": (_is_count, "a whole number >= 0"),
-    "processor_seconds": (_is_seconds, "seconds, a number >= 0"),
+    "processor_seconds": (lambda value: type(value) in (int, float) and value >= 0, "seconds, a number >= 0"),
 }
 """Fields that a line may leave out: what they must be, in code and in words."""
 

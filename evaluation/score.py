@@ -56,24 +56,16 @@ class PerSample:
         """95% percentile bootstrap interval over samples; None for a single one."""
         if len(self.indices) < 2:
             return None
-        return percentile_interval(self.resampled(bootstrap_draws(len(self.indices))))
+        # With replacement, NUM_BOOTSTRAP times: a function of the number of samples alone.
+        draws = np.random.default_rng(0).integers(len(self.indices), size=(NUM_BOOTSTRAP, len(self.indices)))
+        low, high = np.quantile(self.resampled(draws), [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
+        return float(low), float(high)
 
     def select(self, indices: Sequence[int]) -> PerSample:
         """The entries of some sample indices, in that order."""
         entries = dict(zip(self.indices, zip(self.numerators, self.denominators, strict=True), strict=True))
         columns = zip(*(entries[index] for index in indices), strict=True)
         return PerSample(tuple(indices), *columns, is_exponential=self.is_exponential)
-
-
-def bootstrap_draws(num_samples: int, num_draws: int = NUM_BOOTSTRAP, seed: int = 0) -> Int[np.ndarray, "b n"]:
-    """Places of ``num_draws`` sets of samples drawn with replacement; a function of its inputs."""
-    return np.random.default_rng(seed).integers(num_samples, size=(num_draws, num_samples))
-
-
-def percentile_interval(values: Float[np.ndarray, "b"]) -> tuple[float, float]:
-    """The central 95% of bootstrap values."""
-    low, high = np.quantile(values, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
-    return float(low), float(high)
 
 
 @dataclass(frozen=True)

@@ -74,6 +74,11 @@ def jackknife(statistic: Callable[[Int[np.ndarray, "k"]], float], num: int) -> E
     return Estimate(value, value - half, value + half)
 
 
+def _require_pairs(x: Vectors, y: Float[np.ndarray, "m d"]) -> None:
+    if min(len(x), len(y)) < 2:
+        raise UsageError("a spread needs two rows", where="samples", got=f"{len(x)}, {len(y)} rows")
+
+
 def frechet_distance(x: Vectors, y: Float[np.ndarray, "m d"]) -> float:
     """Squared Fréchet distance of the Gaussians fitted to x and y (Dowson and Landau 1982).
 
@@ -83,8 +88,7 @@ def frechet_distance(x: Vectors, y: Float[np.ndarray, "m d"]) -> float:
     Raises:
         UsageError: With fewer than two rows, which have no covariance.
     """
-    if min(len(x), len(y)) < 2:
-        raise UsageError("a covariance needs two", where="samples", got=f"{len(x)}, {len(y)} rows")
+    _require_pairs(x, y)
     first, second = (np.atleast_2d(np.cov(rows, rowvar=False)) for rows in (x, y))
     values, vectors = np.linalg.eigh(first)
     root = vectors * np.sqrt(values.clip(min=0)) @ vectors.T
@@ -103,8 +107,7 @@ def energy_distance(x: Vectors, y: Float[np.ndarray, "m d"]) -> Estimate:
     Raises:
         UsageError: With fewer than two rows on a side.
     """
-    if min(len(x), len(y)) < 2:
-        raise UsageError("a spread needs two", where="samples", got=f"{len(x)}, {len(y)} rows")
+    _require_pairs(x, y)
     across, within, theirs = _distances(x, y), _distances(x, x), _pairs_mean(_distances(y, y))
 
     def of_some(kept: Int[np.ndarray, "k"]) -> float:
@@ -151,8 +154,7 @@ def gradient_moment(x: Vectors, y: Float[np.ndarray, "m d"]) -> Estimate:
     Raises:
         UsageError: With fewer than two rows on a side.
     """
-    if min(len(x), len(y)) < 2:
-        raise UsageError("a variance needs two", where="samples", got=f"{len(x)}, {len(y)} rows")
+    _require_pairs(x, y)
     scale = y.var(0, ddof=1).sum()
 
     def of_some(kept: Int[np.ndarray, "k"]) -> float:

@@ -344,26 +344,18 @@ def planned(rows: Rows, steps: Int[Tensor, "m w"], rule: TokenRule | None) -> It
     A row skips the steps that reveal nothing in it, so pass k serves each row's k-th step that
     reveals something. Planned on the host, which waits for a GPU here and in no pass.
     """
-    device, width = steps.device, steps.shape[1]
-    pass_of, step_of = torch.stack((dense_ranks(steps), steps)).to("cpu").flatten(1)
-    open_places = pass_of.nonzero()[:, 0]
-    order = open_places[pass_of[open_places].argsort(stable=True)]
-    row, count = order // width, max(1, len(steps))
-    first = pass_of[order] * count + row  # ascending: pass by pass, row by row
-    groups, group_of, sizes = first.unique_consecutive(return_inverse=True, return_counts=True)
-    ends = sizes.cumsum(0)
-    group_data = placed(torch.stack((groups % count, step_of[order[ends - sizes]])), device)
-    place_data = placed(torch.stack((row, order % width, group_of)), device)
-    lengths, stops, begin = sizes.tolist(), ends.tolist(), 0
-    for number in (groups // count).unique_consecutive(return_counts=True)[1].tolist():
-        for part in row_groups(lengths[begin : begin + number]):
-            low, high = begin + part.start, begin + part.stop
-            some, positions, group = place_data[:, stops[low] - lengths[low] : stops[high - 1]]
-            in_pass, step = group_data[:, low:high]
-            positions = positions + rows.columns.start
-            places, where = Places(rows.active[some], positions), Places(group - low, positions)
-            yield Pass(rows.active[in_pass], places, where, step, rule)
-        begin += number
+    ranks, steps = torch.stack((dense_ranks(steps), steps)).to("cpu")
+    for number in range(1, int(ranks.max()) + 1 if ranks.numel() else 0):
+        row, column = (ranks == number).nonzero(as_tuple=True)
+        some, group, sizes = row.unique_consecutive(return_inverse=True, return_counts=True)
+        for part in row_groups(sizes.tolist()):
+            here = slice(int(sizes[: part.start].sum()), int(sizes[: part.stop].sum()))
+            first = sizes.cumsum(0)[part] - 1  # a place of each row: its step is that of the others
+            listed = torch.stack((row[here], rows.columns.start + column[here], group[here] - part.start))
+            rows_here, positions, where = placed(listed, rows.active.device)
+            in_pass, step = placed(torch.stack((some[part], steps[row[first], column[first]])), rows.active.device)
+            places = Places(rows.active[rows_here], positions)
+            yield Pass(rows.active[in_pass], places, Places(where, positions), step, rule)
 
 
 def row_groups(num_positions: Sequence[int]) -> Iterator[slice]:

@@ -96,7 +96,7 @@ class AR(Student):
         positions = torch.arange(tokens.shape[1], device=tokens.device)
         return self.backbone(self.backbone.vocab_embed(tokens), None, positions, causal_attention)
 
-    def predict(self, tokens: Tokens, noise_embeddings: States | None = None) -> Float[Tensor, "b l v1"]:
+    def predict(self, tokens: Tokens) -> Float[Tensor, "b l v1"]:
         """Log-probabilities of the token after each position."""
         return masked_log_probs(self(tokens).logits, self.mask_id)
 

@@ -46,21 +46,10 @@ def most_probable_entries(
 
     The whole vocabulary of a few positions at a time: about a tile of the conditioner's.
     """
-    num, device = noise.num_positions, noise.device
-    ids = torch.empty(num, count, dtype=torch.int64, device=device)
-    scores = torch.empty(num, count, device=device)
-    width = searched_at_once(num, noise.vocab_size, device)
-    for part, *to in zip(noise.split(width), ids.split(width), scores.split(width), strict=True):
-        found = noise_scores(part, tau, log_prior).topk(count, dim=-1, sorted=False)
-        to[0].copy_(found.indices)
-        to[1].copy_(found.values)
-    return ids, scores
-
-
-def searched_at_once(num_positions: int, vocab_size: int, device: torch.device) -> int:
-    """Positions whose candidates are looked for at a time."""
-    positions, ids = tile_shape(device)
-    return even_width(num_positions, max(FEWEST_POSITIONS, positions * ids // vocab_size))
+    positions, size = tile_shape(noise.device)
+    width = even_width(noise.num_positions, max(FEWEST_POSITIONS, positions * size // noise.vocab_size))
+    found = [noise_scores(part, tau, log_prior).topk(count, dim=-1, sorted=False) for part in noise.split(width)]
+    return torch.cat([each.indices for each in found]), torch.cat([each.values for each in found])
 
 
 def layer_scores(

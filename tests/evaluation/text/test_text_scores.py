@@ -19,7 +19,7 @@ from scipy.spatial.distance import mahalanobis
 from scipy.stats import energy_distance as scipy_energy
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from evaluation.score import PerSample, Score, bootstrap_draws, mean_interval, percentile_interval, wilson_interval
+from evaluation.score import PerSample, Score, mean_interval, wilson_interval
 from evaluation.text import distance
 from evaluation.text.reading import JudgedText, JudgeModel, Judging, counted_positions, token_nll_nats, window_starts
 from evaluation.text.reference import ReferenceText, Ruler, words_of
@@ -129,16 +129,13 @@ def test_a_bootstrap_interval_covers_what_it_says() -> None:
 
 
 def test_a_bootstrap_resamples_whole_texts_with_replacement() -> None:
-    draws = bootstrap_draws(5, 4000)
-    assert draws.shape == (4000, 5) and set(draws.ravel().tolist()) == set(range(5))
-    assert np.array_equal(draws, bootstrap_draws(5, 4000))
-    # A given text is absent from a draw with chance (4/5)^5 = 0.328, four standard errors 0.030.
-    assert abs((draws != 0).all(1).mean() - 0.8**5) < 0.03
+    """A given text is absent from a draw of 5 with chance (4/5)^5 = 0.328: then the mean of the others is 0."""
+    one = PerSample.of_mean(range(5), (5.0, 0.0, 0.0, 0.0, 0.0))
+    assert one.interval() == one.interval() == (0.0, 3.0)  # at most thrice in 97.5% of draws
     ratio = PerSample((0, 1), (math.log(2), 3 * math.log(8)), (1.0, 3.0), True)
     both = ratio.resampled(np.array([[0, 0], [0, 1], [1, 1]]))
     assert both == pytest.approx([2.0, 2**2.5, 8.0])
     assert ratio.select([1]).value() == pytest.approx(8.0)
-    assert percentile_interval(np.arange(1001.0)) == pytest.approx((25.0, 975.0))
 
 
 def test_a_score_that_is_no_number_is_null_in_json() -> None:
@@ -264,7 +261,7 @@ def test_beginnings_and_memory_by_hand() -> None:
 
 
 def test_few_samples_say_nothing() -> None:
-    with pytest.raises(UsageError, match="a covariance needs two"):
+    with pytest.raises(UsageError, match="a spread needs two"):
         distance.frechet_distance(np.zeros((1, 2)), np.zeros((3, 2)))
 
 
