@@ -104,8 +104,8 @@ def sample(
     for run in runs:
         for path in run.run(products):
             typer.echo(f"wrote {path}", err=True)
-        for line in run.remarks():
-            typer.echo(line, err=True)
+        if flagged := run.num_flagged():
+            typer.echo(f"warning: {flagged} samples stayed below the least entropy; flagged low_entropy", err=True)
 
 
 def exclude(remedy: str = "", **options: Any) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from shards.console import is_first_process, stderr
 from shards.errors import UsageError
@@ -29,13 +29,6 @@ two products with [V, D] per masked position (benchmarks/results/readings.json).
 TOP_K = 256
 
 
-class Parts(NamedTuple):
-    """The two trainings of the recipe: without noise, and what goes on from it with noise."""
-
-    plain: RunConfig
-    noise: RunConfig
-
-
 def noise_layers_of(num_layers: int, vocab_size: int) -> dict[str, Any]:
     """Behind every block; at large vocabularies behind two, at thirds, among the top k."""
     if vocab_size < LARGE_VOCABULARY:
@@ -50,8 +43,8 @@ def two_stage_parts(
     preset: Mapping[str, Any],
     chosen: Sequence[Mapping[str, Any]] = (),
     overrides: Iterable[str] = (),
-) -> Parts:
-    """The runs of the recipe.
+) -> tuple[RunConfig, RunConfig]:
+    """The two runs of the recipe: without noise, and what goes on from it with noise.
 
     Args:
         student: Kind of the student with noise.
@@ -91,10 +84,12 @@ def two_stage_parts(
             "warmup_steps": min(plain.optimization.warmup_steps, num_steps // 10),
         },
     }
-    return Parts(plain, compose_run([merge(layered([preset, own, *chosen], overrides), decided)]))
+    return plain, compose_run([merge(layered([preset, own, *chosen], overrides), decided)])
 
 
-def train_two_stage(parts: Parts, store: str | Path, out: Path, init_from: Path | None = None) -> Path:
+def train_two_stage(
+    parts: tuple[RunConfig, RunConfig], store: str | Path, out: Path, init_from: Path | None = None
+) -> Path:
     """Train both parts, the first in ``out/plain``; the same call goes on where one was stopped.
 
     Args:
@@ -110,10 +105,11 @@ def train_two_stage(parts: Parts, store: str | Path, out: Path, init_from: Path 
     Raises:
         UsageError: Also, before the first part, for a store that the second cannot train on.
     """
-    build_student(parts.noise, ShardStore.find(store), None)  # what it cannot be is said at once
+    plain, noise = parts
+    build_student(noise, ShardStore.find(store), None)  # what it cannot be is said at once
     if init_from is not None and not (out / PLAIN).exists() and find_source(init_from).language_model is None:
-        return train(parts.noise, store, out, init_from=init_from)
-    for number, (config, folder) in enumerate(((parts.plain, out / PLAIN), (parts.noise, out)), 1):
+        return train(noise, store, out, init_from=init_from)
+    for number, (config, folder) in enumerate(((plain, out / PLAIN), (noise, out)), 1):
         if is_first_process():
             stderr.print(f"part {number} of 2")
         train(config, store, folder, init_from=init_from)

@@ -14,7 +14,7 @@ import json
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
-from functools import cached_property, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -148,11 +148,6 @@ class JudgedText:
     ids: tuple[int, ...]
     nll_nats: tuple[float, ...]
     counted: tuple[bool, ...]
-
-    @cached_property
-    def nll_sum_nats(self) -> float:
-        """Over the tokens that count, in float64."""
-        return float(np.array(self.nll_nats)[list(self.counted)].sum())
 
 
 class JudgeMemory:
@@ -349,10 +344,10 @@ class Judging:
         found = cls.of(load_judge(name, device or "auto"), **further)
         window = min(found.limits.context_tokens, found.limits.max_tokens)
         logits = found.judge.model.get_output_embeddings().weight.shape[0]
-        device = found.judge.model.device
-        require_indexable(window * logits, device, "cut texts with --max-tokens")
-        if device.type == "cuda":
-            found.judge.size.rows = min(TEXTS_ON_GPU, largest_batch(window * logits, device))
+        place = found.judge.model.device
+        require_indexable(window * logits, place, "cut texts with --max-tokens")
+        if place.type == "cuda":
+            found.judge.size.rows = min(TEXTS_ON_GPU, largest_batch(window * logits, place))
         return found
 
     def read(self, texts: Sequence[str]) -> list[JudgedText]:
@@ -424,7 +419,7 @@ class Judging:
             raise GdistillError("no sample has a token to score", where=where, got=got, remedy=remedy)
         per_sample = PerSample(
             indices=tuple(index for index, _ in scored),
-            numerators=tuple(reading.nll_sum_nats for _, reading in scored),
+            numerators=tuple(float(np.array(one.nll_nats)[list(one.counted)].sum()) for _, one in scored),
             denominators=tuple(float(sum(reading.counted)) for _, reading in scored),
             is_exponential=True,
         )

@@ -75,8 +75,6 @@ def test_verified_samples_agree_everywhere(
     model: str, tau: float, cut: tuple, models: Path, tmp_path: Path, told: Told
 ) -> None:
     sample_coupled(models, tmp_path, "--tau", tau, *cut, "--seed", 6, model=model)
-    said = told()
-    assert "tokens per pass of the verifier" in said and "agreement by distance 0." in said
     assert certify(tmp_path, models / "teacher") == 0
     result = found(tmp_path)
     assert result["num_positions"] == 20 * (LENGTH - 1)
@@ -172,7 +170,6 @@ def test_medusa_samples_are_certified_by_their_backbone(store: Path, tmp_path: P
         return command(tmp_path / "run", "--num", 6, "--out", tmp_path / out, *words)
 
     assert drawn_to("coupled", "--tau", 0.8, "--length", 24) == 0
-    assert "tokens per pass of the verifier" in told()
     assert certify(samples, backbone) == 0
     result = found(samples)
     assert result["num_positions"] == 6 * 23 and result["num_mismatches"] == 0

@@ -292,18 +292,6 @@ def test_another_verifier_is_another_run(models: Path, tmp_path: Path, capsys: A
     assert "out: verifier_sha256]" in capsys.readouterr().err
 
 
-def test_what_a_verifier_gained_is_said(models: Path, tmp_path: Path, capsys: Any) -> None:
-    """By hand, from the records: its passes fill eleven tokens of each of three rows."""
-    words = ("--sampler", "coupled", "--verifier", models / "ar", "--num", 3, "--tau", 5)
-    records = sampled(models / "plain", *words, out=tmp_path)
-    passes, own = (sum(r[name] for r in records) for name in ("verifier_nfe", "nfe"))
-    agreed, drafted = (sum(r[name][0] for r in records) for name in ("agreed", "drafted"))
-    line = f"samples.jsonl: {33 / passes:.2f} tokens per pass of the verifier ({passes} passes, "
-    line += f"{own} of the student); agreement by distance {agreed / drafted:.2f} "
-    assert line in capsys.readouterr().err
-    assert agreed and passes < 33, "much noise decides for both"
-
-
 def test_what_tolerates_tf32_has_it_and_says_so(models: Path, tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
     """Not under a verifier, whose two passes must agree; nor where autocast has bfloat16."""
     asked: list[str] = []

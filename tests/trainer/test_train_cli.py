@@ -24,7 +24,7 @@ from trainer import two_stage
 from trainer.students.folder import weights_sha256
 from trainer.students.registry import read_preset
 from trainer.training.loop import train
-from trainer.training.settings import read_recipe
+from trainer.training.settings import RunConfig, read_recipe
 from trainer.training.status import status_text
 
 PROJECT = Path(__file__).resolve().parents[2]
@@ -165,11 +165,11 @@ TINY: dict[str, Any] = {
 }
 
 
-def parts_of(store: Path, student: str = "mdlm", *overrides: str) -> two_stage.Parts:
+def parts_of(store: Path, student: str = "mdlm", *overrides: str) -> tuple[RunConfig, RunConfig]:
     return two_stage.two_stage_parts(student, ShardStore.open(store), TINY, [], overrides)
 
 
-def both(found: two_stage.Parts, name: str) -> list[Any]:
+def both(found: tuple[RunConfig, RunConfig], name: str) -> list[Any]:
     """A setting of both parts."""
     return [attrgetter(name)(part) for part in found]
 
@@ -235,8 +235,8 @@ def test_large_vocabularies_are_read_among_candidates_at_thirds() -> None:
 @pytest.mark.parametrize("preset", ["tiny", "small", "medium", "maze"])
 @pytest.mark.parametrize("student", ["mdlm", "bd3lm"])
 def test_every_preset_has_both_parts(store: Path, preset: str, student: str) -> None:
-    found = two_stage.two_stage_parts(student, ShardStore.open(store), read_recipe(preset))
-    assert found.noise.model.num_layers == found.plain.model.num_layers
+    plain, noise = two_stage.two_stage_parts(student, ShardStore.open(store), read_recipe(preset))
+    assert noise.model.num_layers == plain.model.num_layers
 
 
 def test_the_command_trains_both_and_goes_on(store: Path, tmp_path: Path, capsys: Capsys) -> None:
@@ -272,7 +272,7 @@ def test_every_codec_has_the_recipe(codec: str, tmp_path: Path) -> None:
     found = parts_of(path)
     assert two_stage.train_two_stage(found, path, tmp_path / "run")
     asked = parts_of(path, "mdlm", "model.noise.prior_share=0.1")
-    assert asked.noise.model.noise.prior_share == 0.1
+    assert asked[1].model.noise.prior_share == 0.1
     if codec != "posterior":
         with pytest.raises(UsageError, match="keeps one draw"):
             two_stage.train_two_stage(asked, path, tmp_path / "asked")

@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from shards.atomic import (
@@ -339,17 +338,9 @@ class SampleRun:
         record["num_given"] = num_given
         return record | {name: values[slot].tolist() for name, values in result.details.items()}
 
-    def remarks(self) -> Iterator[str]:
-        """What a verified run was like, a line per file; and samples of too little entropy."""
-        num_flagged = 0
-        for file in self.files:
-            records = file.read()
-            if "reached" in records[0]:
-                yield f"{file.path.name}: {verified_line(records)}"
-            num_flagged += sum(record.get("low_entropy") is True for record in records)
-        if num_flagged:
-            kept = f"{num_flagged} samples stayed below the least entropy in every try"
-            yield f"warning: {kept}; they are flagged low_entropy"
+    def num_flagged(self) -> int:
+        """Samples that stayed below the least entropy in every try."""
+        return sum(record.get("low_entropy") is True for file in self.files for record in file.read())
 
 
 def choose_products(run: SampleRun) -> str:
@@ -397,17 +388,3 @@ def files_of_same_run(settings_file: Path, identity: Mapping[str, Any]) -> dict[
             what, where = "the folder holds samples of another run", f"{settings_file.parent}: {name}"
             raise UsageError(what, where=where, got=new, expected=f"{old} as there", remedy="give another --out")
     return files
-
-
-def verified_line(records: Sequence[Mapping[str, Any]]) -> str:
-    """Tokens per pass of the verifier, and the draft's agreement by distance, as one line."""
-    passes, own = (sum(record[name] for record in records) for name in ("verifier_nfe", "nfe"))
-    accepted, drafted, agreed = (
-        np.sum([record[name] for record in records], axis=0) for name in ("accepted", "drafted", "agreed")
-    )
-    shares = " ".join(f"{one / of:.2f}" if of else "-" for one, of in zip(agreed, drafted, strict=True))
-    # Each pass of the verifier gives what it accepts and one token of its own.
-    return (
-        f"{(accepted.sum() + passes) / passes:.2f} tokens per pass of the verifier ({passes} passes, "
-        f"{own} of the student); agreement by distance {shares}"
-    )
