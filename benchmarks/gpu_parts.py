@@ -22,11 +22,24 @@ from shards.store.store import ShardStore
 from shards.stream.stream import ShardStream
 from trainer.objective.batch import Batch, BatchMaker
 from trainer.sampling.orders import FirstHittingSampler
-from trainer.students.registry import StudentSettings
+from trainer.students.registry import MDLM, StudentSettings
 from trainer.training.checkpoint import make_optimizer
 from trainer.training.settings import OptimizationConfig
 
 H200_BF16_FLOPS = 989e12
+
+
+def model_flops(student: MDLM, num_rows: int, num_masked: int) -> int:
+    """FLOPs of a training pass of a DiT, backward included.
+
+    6 per weight of the blocks and token, 12 D per layer and pair of positions; per masked token 6 D V
+    of the head and 4 D V of the noise projection, whose noise has no gradient.
+    """
+    settings, length = student.settings, student.config.row_length
+    width, layers = settings.hidden_size, settings.num_layers
+    weights = (4 + 2 * settings.mlp_ratio) * width**2 * layers
+    head = (6 + 4 * student.is_conditioned) * width * (student.config.vocab_size + 1)
+    return num_rows * (6 * weights * length + 12 * width * layers * length**2) + num_masked * head
 
 
 @dataclass(frozen=True)
@@ -116,7 +129,7 @@ def training_throughput(
         seconds = interleaved_seconds(work, device, repeats=shape.repeats)
     chosen = {name: median(values) for name, values in seconds.items()}
     tokens = batch_size * row_length
-    flops = batch_size * student.flops_per_row + tokens // 2 * student.flops_per_masked
+    flops = model_flops(student, batch_size, tokens // 2)
     sizes = {"row_length": row_length, "batch_size": batch_size, "micro_batch_size": micro}
     return {
         **sizes,

@@ -42,17 +42,6 @@ class AR(Student):
         require(kind == "none", "conditioning", kind, "none: this baseline takes no noise")
         super().__init__(config)
 
-    @property
-    def num_attended_pairs(self) -> int:
-        """Every position itself and those before it."""
-        length = self.config.row_length - 1
-        return length * (length + 1) // 2
-
-    @property
-    def num_read_tokens(self) -> int:
-        """All but the last, after which there is nothing to predict."""
-        return self.config.row_length - 1
-
     def loss(self, batch: Batch, *, time_bounds: tuple[float, float] | None = None) -> LossOutput:
         """Mean NLL of tokens 1..L-1 given the tokens before them; with ``kd=token`` mixed with KL.
 

@@ -248,15 +248,3 @@ class BackboneStudent(Student, ABC):
     def sees_own_noise(self) -> bool:
         """Whether a proposal is told the noise of its own token, which decides it."""
         return self.is_conditioned and self.settings.backbone.own_noise == "seen"
-
-    @property
-    def flops_per_row(self) -> float:
-        """2 per frozen weight and token, which has no backward pass, and 6 per trained one."""
-        frozen = (self.config.frozen or {}).get("num_parameters", 0)
-        return (2.0 * frozen + 6.0 * self.num_parameters()) * self.num_read_tokens
-
-    @property
-    def flops_per_masked(self) -> float:
-        """The frozen output layer, forward and for the gradient of what goes in."""
-        width = (self.config.frozen or {}).get("hidden_size", 0)
-        return 4.0 * width * self.config.vocab_size

@@ -236,45 +236,9 @@ class Student(PreTrainedModel, ABC):
         return self._clips[2]
 
     @property
-    def num_read_tokens(self) -> int:
-        """Tokens that go through the blocks in one training pass over a row."""
-        return self.config.row_length
-
-    @property
-    def num_attended_pairs(self) -> int:
-        """Pairs of positions that attend to each other in one training pass over a row."""
-        return self.config.row_length**2
-
-    @property
     def sharded_blocks(self) -> Iterable[nn.Module]:
         """Parts that FSDP gathers one at a time."""
         return self.backbone.blocks
-
-    @property
-    def flops_per_row(self) -> float:
-        """FLOPs of a training pass, backward included, before the output head.
-
-        6 per weight of the blocks and token read, 12 D per layer and attended pair of positions.
-        """
-        backbone = self.backbone
-        pairs = 12 * backbone.attended_width * self.settings.num_layers * self.num_attended_pairs
-        return float(6 * backbone.num_matrix_weights * self.num_read_tokens + pairs)
-
-    @property
-    def flops_per_masked(self) -> float:
-        """6 D V of the head and 4 D V of the noise projection (noise has no gradient).
-
-        A projection of rank r costs 4 r V + 6 r D, a tied one 4 D V + 6 D^2; each attention to V or
-        K entries 12 D of them.
-        """
-        width, settings, size = self.settings.hidden_size, self.settings.noise, self.config.vocab_size + 1
-        head = 6.0 * width * size
-        if self.conditioner is None:
-            return head
-        inner = settings.rank or width
-        mapped = 0 if self.conditioner.map is None else 6 * inner * width
-        read_later = 12 * width * (settings.top_k or size - 1) * len(settings.layers)
-        return head + 4 * inner * size + mapped + read_later
 
     @property
     def mask_id(self) -> int:

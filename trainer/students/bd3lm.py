@@ -121,17 +121,6 @@ class BD3LM(MDLM):
         """Blocks, and times, per row."""
         return self.config.row_length // self.block_size
 
-    @property
-    def num_read_tokens(self) -> int:
-        """[x_t ; x_0], or x_t alone when there is one block."""
-        return self.config.row_length * (1 if self.num_blocks == 1 else 2)
-
-    @property
-    def num_attended_pairs(self) -> int:
-        """x_t its own blocks and those before in x_0, x_0 itself block by block."""
-        length = self.config.row_length
-        return length * (length if self.num_blocks == 1 else length + self.block_size)
-
     def contextualize(self, embeddings: States, clean: Tokens, level: Level, noise: LayerNoise | None = None) -> States:
         """Hidden states of the noised half of [x_t ; x_0].
 

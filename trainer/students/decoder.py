@@ -170,8 +170,6 @@ class DecoderBackbone(nn.Module):
         heads = shape.num_attention_heads
         self.head_width = getattr(shape, "head_dim", None) or shape.hidden_size // heads
         self.num_key_value_heads = getattr(shape, "num_key_value_heads", None) or heads
-        self.num_matrix_weights = sum(w.numel() for w in self.blocks.parameters() if w.ndim > 1)
-        self.attended_width = heads * self.head_width
 
     @property
     def blocks(self) -> nn.ModuleList:

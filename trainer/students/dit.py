@@ -247,14 +247,13 @@ class DiT(nn.Module):
     def __init__(self, settings: StudentSettings, vocab_size: int, *, uses_sigma: bool = True) -> None:
         super().__init__()
         condition_size = settings.condition_size if uses_sigma else None
-        width = self.attended_width = settings.hidden_size
+        width = settings.hidden_size
         self.num_key_value_heads, self.head_width = settings.num_heads, width // settings.num_heads
         self.vocab_embed = Embedding(vocab_size + 1, width, settings.embedding_init_std)
         self.sigma_map = SigmaEmbedding(condition_size) if condition_size else None
         self.blocks = nn.ModuleList(Block(settings, layer, condition_size) for layer in range(settings.num_layers))
         self.output_layer = Head(width, vocab_size, condition_size)
         self.noise_readings = noise_layers(settings, vocab_size)
-        self.num_matrix_weights = (4 + 2 * settings.mlp_ratio) * width**2 * settings.num_layers
 
     def embed_sigma(self, sigma: Float[Tensor, "b"]) -> Float[Tensor, "b c"] | None:
         return None if self.sigma_map is None else self.sigma_map(sigma)

@@ -74,7 +74,7 @@ from trainer.training.settings import (
 
 MAX_NAMED_ROWS = 16
 VALIDATION = "validation"
-TIMING_FIELDS = ("seconds", "tokens_per_second", "flops_per_second")
+TIMING_FIELDS = ("seconds", "tokens_per_second")
 """Of a line of metrics: they depend on the machine. All others are the same for a run that was
 interrupted and resumed as for one that was not."""
 
@@ -224,10 +224,8 @@ class Trainer:
         self.optimizer.zero_grad(set_to_none=True)
         self.ema.update()
         self.step += 1
-        # What the model needs, forward and backward; nothing is computed twice.
-        flops = batch.global_batch_size * self.student.flops_per_row + all_masked * self.student.flops_per_masked
         num_tokens = batch.global_batch_size * self.store.manifest.row_length
-        self.window.add(loss, norm, num_tokens, int(all_masked), flops)
+        self.window.add(loss, norm, num_tokens, int(all_masked))
         return stops > 0
 
     def _backward(self, batch: Batch) -> list[tuple[Tensor, LossOutput, float]]:
@@ -495,16 +493,14 @@ class StepWindow:
     num_masked: int = 0
     _started: float = field(default_factory=time.monotonic)
     _timed_tokens: int = 0
-    _timed_flops: float = 0.0
 
-    def add(self, loss: float, norm: float, num_tokens: int, num_masked: int, num_flops: float) -> None:
+    def add(self, loss: float, norm: float, num_tokens: int, num_masked: int) -> None:
         self.num_steps += 1
         self.loss_sum += loss
         self.norm_sum += norm
         self.num_tokens += num_tokens
         self.num_masked += num_masked
         self._timed_tokens += num_tokens
-        self._timed_flops += num_flops
 
     def close(self) -> dict[str, Any]:
         """The figures of the window, which starts anew; rates are of the steps that were made here."""
@@ -515,7 +511,6 @@ class StepWindow:
             "masked_fraction": self.num_masked / self.num_tokens,
             "seconds": round(seconds, 3),
             "tokens_per_second": round(self._timed_tokens / seconds, 1),
-            "flops_per_second": float(f"{self._timed_flops / seconds:.4g}"),
         }
         self.__init__()  # type: ignore[misc]
         return values

@@ -210,16 +210,6 @@ def test_the_folder_stands_alone(model: Path, store: Path, tmp_path: Path) -> No
     assert all(torch.equal(p, copied[n]) for n, p in student.named_parameters())
 
 
-def test_what_it_costs(llama: Path, store: Path) -> None:
-    """6 FLOPs a weight of the layers and token, 12 per layer, pair and width attended.
-
-    Two layers: queries, keys and values of two heads of four, output, three matrices of the MLP.
-    """
-    matrices = 2 * (16 * 16 + 2 * 16 * 8 + 16 * 16 + 3 * 16 * 24)
-    expected = 6 * matrices * LENGTH + 12 * 2 * 16 * LENGTH**2
-    assert student_from(llama, store).flops_per_row == expected
-
-
 def test_a_network_without_weights_is_initialised(llama: Path, store: Path) -> None:
     """The same shape from scratch: a baseline."""
     student = build_student(run_from(llama), ShardStore.open(store), None)
