@@ -15,6 +15,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from evaluation.samples import find_sample_files, read_records, read_samples, short
+from evaluation.text.reading import side_by_side
 from shards.atomic import canonical_json, require_writable, write_json_atomic
 from shards.codec.protocol import Codec, make_codec
 from shards.console import progress_bar
@@ -48,8 +49,7 @@ def clean_logits(model: Any, rows: Sequence[list[int]], vocab_size: int) -> Iter
     with progress_bar("certify", len(rows)) as bar:
         for first in range(0, len(order), ROWS_AT_A_TIME):
             group = order[first : first + ROWS_AT_A_TIME]
-            longest = len(rows[group[-1]])
-            ids = torch.tensor([rows[n] + [0] * (longest - len(rows[n])) for n in group])
+            ids = side_by_side([rows[n] for n in group], 0)
             with torch.no_grad():
                 logits = model(input_ids=ids.to(device)).logits[..., :vocab_size].float()
             yield from zip(group, logits, strict=True)

@@ -234,10 +234,7 @@ def check_tokens(student: Student, tokens: Int[Tensor, "b l"]) -> None:
     outside = (tokens < 0) | (tokens > student.mask_id)
     if bool(outside.any()):
         row, position = outside.nonzero()[0].tolist()
-        where, expected = (
-            f"row {row}, position {position}",
-            f"0..{student.mask_id - 1}, or the mask id {student.mask_id}",
-        )
+        where, expected = f"row {row}, position {position}", f"0..{student.mask_id - 1}, or the mask {student.mask_id}"
         raise UsageError("not in the vocabulary", where=where, got=int(tokens[row, position]), expected=expected)
 
 

@@ -173,8 +173,12 @@ class Trainer:
                 raise KeyboardInterrupt
             got, remedy = f"step {self.step:,} of {self.num_steps:,}", "the same command goes on from there"
             raise Stopped("stopped by SIGTERM; a checkpoint is saved", where=self.out, got=got, remedy=remedy)
-        self._export()
-        return self.out / MODEL
+        # The averaged weights, with the buffers as they are.
+        weights = gather_full({**self.student.state_dict(), **self.ema.shadows}, self.accelerator)
+        record = {"format_version": 1, "step": self.step, "run": self.identity, "validation": self.validation}
+        model = self.out / MODEL
+        on_main_process(lambda: export_model(model, self.student, weights, record, self.store), self.accelerator)
+        return model
 
     def _loop(self) -> None:
         with progress_bar(
@@ -346,14 +350,6 @@ class Trainer:
         self.stream.load_state_dict(state.stream)
         self.window = StepWindow(**state.window)  # type: ignore[arg-type]
         self.step = self.saved_step = state.step
-
-    def _export(self) -> None:
-        """Write the averaged weights, with the buffers as they are."""
-        weights = gather_full({**self.student.state_dict(), **self.ema.shadows}, self.accelerator)
-        record = {"format_version": 1, "step": self.step, "run": self.identity, "validation": self.validation}
-        on_main_process(
-            lambda: export_model(self.out / MODEL, self.student, weights, record, self.store), self.accelerator
-        )
 
 
 class FirstRows:
