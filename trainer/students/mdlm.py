@@ -145,35 +145,23 @@ class MDLM(Student):
         attend = self.sampling_attention(tokens.shape[1]) if attend is None else attend
         return self.backbone(embeddings, level, positions, attend, noise=noise), level
 
-    @property
-    def _shift(self) -> int:
-        """Noise lies at the state that it is to decide: one to the left where states predict the next token."""
-        return -1 if self.settings.predicts_next else 0
-
     def inject(self, embeddings: States, places: Places, noise: EmbeddedNoise) -> tuple[States, LayerNoise | None]:
-        """The embeddings with the noise of n places there, replacing or added, and what later layers read."""
-        places = places.shifted(self._shift)
+        """The embeddings with the noise of n places, replacing or added, and what later layers read.
+
+        Noise lies at the state that it is to decide: one to the left where states predict the next token.
+        """
+        places = places.shifted(-1) if self.settings.predicts_next else places
         values = noise.embedding.to(embeddings.dtype)
         filled = embeddings.index_put(places.index, values, accumulate=self.adds_noise)
         return filled, LayerNoise.of(noise, places)
 
     def embed(self, tokens: Tokens, noise: EmbeddedNoise | None) -> tuple[States, LayerNoise | None]:
-        """:meth:`inject` into the tokens' embeddings, of noise that is laid out like the rows.
-
-        Only what later layers read is listed: listing makes the host wait for a GPU.
-        """
+        """:meth:`inject` into the tokens' embeddings, of noise that is laid out like the rows."""
         embeddings = self.backbone.vocab_embed(tokens)
         if noise is None:
             return embeddings, None
-        masked = tokens == self.mask_id
-        here, values = masked[..., None], noise.embedding.to(embeddings.dtype)
-        if self._shift:  # position 0 is never masked: nothing comes round at the end
-            here, values = (part.roll(self._shift, dims=1) for part in (here, values))
-        filled = torch.where(here, embeddings + values if self.adds_noise else values, embeddings)
-        if noise.scores is None:
-            return filled, None
-        places = Places.of(masked)
-        return filled, LayerNoise.of(noise[places.index], places.shifted(self._shift))
+        places = Places.of(tokens == self.mask_id)
+        return self.inject(embeddings, places, noise[places.index])
 
     def predict_at(
         self,
