@@ -212,7 +212,7 @@ PARTS = [
 def test_settings_of_parts(store: Path, student: str, overrides: list[str], expected: Any) -> None:
     found = parts_of(store, student, *overrides)
     assert {name: both(found, name) for name in expected} == expected
-    assert found.noise.model.noise.injection == "add"
+    assert found[1].model.noise.injection == "add"
 
 
 def test_a_users_file_goes_before_the_recipe_and_epochs_are_counted_in_steps(store: Path) -> None:
@@ -221,7 +221,7 @@ def test_a_users_file_goes_before_the_recipe_and_epochs_are_counted_in_steps(sto
     preset = {**TINY, "training": {"num_epochs": 10, "global_batch_size": 4, "trackers": []}}
     found = two_stage.two_stage_parts("mdlm", ShardStore.open(store), preset, [own])
     assert both(found, "training.num_steps") == [None, 100]
-    assert found.noise.training.num_epochs is None
+    assert found[1].training.num_epochs is None
     assert both(found, "model.noise.prior_weight") == [0.0, 0.5]
     assert both(found, "model.diffusion.max_loss_weight") == [3.0, 3.0]
 
