@@ -9,6 +9,7 @@ import importlib.metadata
 import json
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -313,7 +314,11 @@ def begin_store(
         record = teacher / "maze.json"  # with the path probabilities of a teacher trained here
         sides["corpus/maze.json"] = record.read_bytes() if record.is_file() else text
     writer = ShardWriter.create_or_resume(request.store, manifest, resources, sides)
-    write_json_atomic(request.out / "config.json", request.to_mapping())
+    path, values = request.out / "config.json", request.to_mapping()
+    with suppress(OSError, ValueError):
+        if json.loads(path.read_text(encoding="utf-8")) == values:
+            return writer  # a file that says the same is left alone: a finished run may be read-only
+    write_json_atomic(path, values)
     return writer
 
 
