@@ -103,13 +103,10 @@ def test_the_blocks_do_what_they_say(clone: Path) -> None:
         assert done.returncode == 0, f"{block.name}\n{block.text}\n{output}"
 
 
-def test_whatever_is_not_run_says_why() -> None:
+def test_readme_is_a_front_door_and_whatever_is_not_run_says_why() -> None:
     for block in BLOCKS:
         assert block.text or block.reasons, f"{block.name} runs nothing and gives no reason"
     assert len(RUN) >= 5, "most of README runs"
-
-
-def test_readme_is_a_front_door_not_a_manual() -> None:
     text = (REPOSITORY / "README.md").read_text(encoding="utf-8")
     assert len(text.split()) <= 1200
     lines = text.splitlines()

@@ -99,7 +99,7 @@ def option(words: list[str], name: str) -> str:
     return words[words.index(name) + 1]
 
 
-def test_the_job_trains_what_it_is_asked_for(tmp_path: Path) -> None:
+def test_jobs_do_what_they_are_asked_for(tmp_path: Path) -> None:
     (plain,) = given("slurm/train.sbatch", tmp_path / "mdlm")
     assert plain[:2] == ["gdistill-train", "run"]
     assert option(plain, "--config") == "configs/owt-mdlm.toml"
@@ -110,10 +110,7 @@ def test_the_job_trains_what_it_is_asked_for(tmp_path: Path) -> None:
     assert option(blocks, "--out").endswith("/bd3lm-gumbel")
     with pytest.raises(AssertionError, match="goes on from the first"):
         given("slurm/train.sbatch", tmp_path / "alone", STUDENT="bd3lm")
-
-
-def test_the_array_names_its_workers(tmp_path: Path) -> None:
-    (words,) = given("slurm/extract.sbatch", tmp_path)
+    (words,) = given("slurm/extract.sbatch", tmp_path / "array")
     assert words[0] == "gdistill-extract"
     assert (option(words, "--worker"), option(words, "--workers")) == ("1", "4")
 

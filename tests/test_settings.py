@@ -92,11 +92,8 @@ def test_values_are_read_as_toml_and_later_ones_win() -> None:
     plain = json.loads(json.dumps(to_mapping(made)))
     assert resolve(Outer, plain) == made
     assert resolve(Outer, plain, overrides=["inner.rows=none"]).inner == Inner(1.0)
-
-
-def test_what_is_required_is_asked_for() -> None:
     with pytest.raises(UsageError, match=r"incomplete config.*name"):
-        resolve(Outer)
+        resolve(Outer)  # what is required is asked for
 
 
 @pytest.mark.parametrize("section", SECTIONS, ids=lambda section: section.title)

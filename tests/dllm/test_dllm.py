@@ -16,8 +16,7 @@ import pytest
 import torch
 from torch.utils.data import default_collate
 
-from tests.trainer.dllm_cases import draw_weights, tokenizer
-from tests.trainer.run_cases import VOCAB, quiet, write_store
+from tests.trainer.run_cases import VOCAB, draw_weights, quiet, tokenizer, write_store
 from trainer.distillation import store_rows
 from trainer.dllm_adapter import NoiseMixin, NoiseSamplerMixin
 

@@ -16,10 +16,10 @@ import torch
 from torch.nn.modules.module import register_module_forward_hook
 from transformers import AutoTokenizer, PreTrainedModel
 
-from evaluation.frontier import Point, dominance, nearest, pareto
+from evaluation.frontier import Point, dominance, nearest, pareto, read_point
 from evaluation.infilling import filled_spans, make_infill_rows, read_infill_rows
 from evaluation.maze import Maze
-from evaluation.samples import DataRows, read_data_rows
+from evaluation.samples import DataRows, read_data_rows, read_samples
 from evaluation.text.distance import Estimate
 from evaluation.text.reading import JudgeModel, Judging, load_judge
 from evaluation.text.reference import ReferenceText, Ruler
@@ -286,6 +286,36 @@ def test_a_sweep_is_a_frontier(tmp_path: Path, chain: Path) -> None:
     assert (tmp_path / "out" / "frontier.png").stat().st_size > 1000
 
 
+class Halves(Ruler):
+    """Its distance is the mean first token; its judge keeps what it is given."""
+
+    ranking = "energy_distance"
+
+    def __init__(self) -> None:
+        self.text, self.texts = ReferenceText([[0]], "tokens", None, None, Path("x")), []
+        self.judging = self  # type: ignore[assignment]
+
+    def features_of(self, texts: Any) -> None:  # type: ignore[override]
+        return None
+
+    def measure(self, rows: Any, features: Any) -> Any:
+        value = float(np.mean([row[0] for row in rows]))
+        return {"energy_distance": Estimate(value, value, value)}
+
+    def perplexity(self, texts: list[str], where: object) -> Estimate:
+        self.texts = texts
+        return Estimate(7.0, 7.0, 7.0)
+
+
+def test_a_setting_is_chosen_on_one_half_and_reported_on_the_other(tmp_path: Path) -> None:
+    records = ({"tokens": [i % 2, 2, 2 + i % 2], "text": "ab"[i % 2], "nfe": 4} for i in range(256))
+    ruler = Halves()
+    found = read_point("m", read_samples(write_lines(tmp_path / "s.jsonl", *records)), ruler)
+    assert (found.chosen_by, found.distance.value, found.perplexity) == (0.0, 1.0, 7.0)
+    assert ruler.texts == ["b"] * 128
+    assert found.described["entropy_nats"] == pytest.approx(math.log(3)), "of three different tokens"
+
+
 def point(model: str, passes: float, value: float, perplexity: float, chosen_by: float = 0) -> Point:
     distance = Estimate(value, value, value)
     return Point(model, "", passes, None, chosen_by, distance, perplexity, {})
@@ -381,11 +411,8 @@ def test_rows_are_masked_uniformly_and_read_back(tmp_path: Path, chain: Path) ->
         make_infill_rows(data, 401, 2, seed=0)
 
 
-def test_samples_of_other_rows_are_refused(filled: Path, judge_folder: Path) -> None:
+def test_infilling_without_a_judge_is_scored_and_with_one_needs_the_tokenizer(filled: Path, judge_folder: Path) -> None:
     words = (filled / "samples", "--infill", filled / "rows.jsonl")
     assert "infill_exact_match" in evaluate(*words)
     with pytest.raises(UsageError, match="--tokenizer"):
         evaluate(*words, "--judge", judge_folder)
-    write_lines(filled / "rows.jsonl", {"tokens": [2, 1, 1, 0, 1], "masked": [2]})
-    with pytest.raises(GdistillError, match=r"does not fill its row.*samples\.jsonl:1"):
-        evaluate(*words)

@@ -22,7 +22,7 @@ from evaluation.text.reading import readings_folder
 from shards.errors import GdistillError, UsageError, visible
 from tests.commands import call
 from tests.evaluation.kit import Page, Told, one_line, results, write_lines
-from tests.trainer.sampling.test_adaptive import tiny_llama
+from tests.trainer.sampling_cases import tiny_llama
 
 V = 11
 MARKUP = "<script>fired()</script><img src=x onerror=fired()>"
@@ -405,15 +405,14 @@ ROWS = {
 }
 
 
-def test_odd_rows_to_fill(stage: Stage, told: Told) -> None:
+def test_odd_rows_to_fill_and_what_a_message_shows_of_them(stage: Stage, told: Told) -> None:
     for name, row in ROWS.items():
         write_lines(stage.home / "rows.jsonl", row)
         assert stage.run("infill") in (1, 2), name
         said = r"does not fill its row|without its truth .*rows\.jsonl:1|beyond 64 bits"
         assert re.search(said, one_line(told(), name)), name
 
-
-def test_every_character_that_steers_is_spelt_out() -> None:
+    # Every character that steers is spelt out.
     assert visible("ä b 中") == "ä b 中"
     assert visible("\x1b[2J\n\u202e\udcff\x9b") == r"\x1b[2J\n\u202e\udcff\x9b"
     assert str(UsageError("what", where=ESCAPES, got=ESCAPES)).isprintable()
@@ -434,6 +433,11 @@ def test_samples_are_sorted_by_index_and_keep_their_lines(tmp_path: Path) -> Non
     assert (samples.indices, samples.seed) == ([0, 1], 0)
     assert samples.nfe_mean is None  # and not a claim of zero forward passes
     assert samples.processor_seconds_mean is None
+    some = read_samples(write_lines(tmp_path / "s.jsonl", GOOD, {"tokens": [1], "index": 1}))
+    assert some.nfe_mean is None
+    for reached, is_known in (([2, 1], True), ([2], False)):  # by as many distances in every sample
+        counts = ({"tokens": [1], "accepted": [1] * len(r), "reached": r, "verifier_nfe": 3} for r in ([2, 2], reached))
+        assert bool(read_samples(write_lines(tmp_path / "v.jsonl", *counts)).verifications) == is_known
     told = drawn_with(read_samples(write(tmp_path / "run", record(0), record(1)) / "samples.jsonl"))
     drawn = {"student": "mdlm + gumbel", "sampler": "ancestral", "tau": 0.9, "nfe": 3, "seed": 7}
     known = {"weights_sha256": "00", "precision": "fp32", "tokens": "6", "data": "ab"}

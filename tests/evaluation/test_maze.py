@@ -21,11 +21,13 @@ from benchmarks.dense_noise import DenseNoise
 from evaluation import passes
 from evaluation.maze import Maze, maze_success, moves_of_words, teacher_decode
 from evaluation.score import wilson_interval
+from evaluation.text.reading import JudgeModel
 from shards.errors import GdistillError, UsageError
 from tests.commands import call
 from tests.evaluation.kit import Told
-from tests.trainer.sample_cli_cases import save
+from tests.trainer.sampling_cases import save
 from trainer.loading import generate, make_sampler
+from trainer.sampling.noise import sampling_noise
 from trainer.students.configuration import StudentSettings
 from trainer.students.folder import open_model
 from trainer.students.registry import AR, MDLM, Student
@@ -240,7 +242,7 @@ def test_the_page_holds_every_budget_and_noise_and_loads_nothing(tmp_path: Path)
 
 
 def test_the_command_makes_the_page_of_students_and_their_teacher(
-    tmp_path: Path, judge_folder: Path, told: Told
+    tmp_path: Path, judge_folder: Path, judge: JudgeModel, told: Told
 ) -> None:
     students = [f"{kind}={save(tmp_path / kind, conditioning=kind)}" for kind in ("none", "gumbel")]
     (tmp_path / "maze.json").write_text(json.dumps(asdict(MAZE)))
@@ -257,5 +259,10 @@ def test_the_command_makes_the_page_of_students_and_their_teacher(
     for index, shown in enumerate(data["columns"][1]["samples"]["3"]):
         tokens, _ = passes.settle(model.student, sampler, index, 5)
         assert shown["pieces"] == model.tokenizer.convert_ids_to_tokens(tokens.tolist())
+    length = model.student.config.row_length
+    noise = sampling_noise(5, torch.arange(2), length, judge.model.config.vocab_size)
+    rows = teacher_decode(judge.model, torch.zeros(2, dtype=torch.int64), noise, length)
+    written = [shown["pieces"] for shown in data["columns"][2]["samples"]["own"]]
+    assert written == [model.tokenizer.convert_ids_to_tokens(row.tolist()) for row in rows]
     assert call("gdistill-eval", *words, "--nfe", "few") == 2
     assert "bad NFE [--nfe]; got few" in told()

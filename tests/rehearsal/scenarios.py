@@ -37,9 +37,8 @@ from shards.store.store import ShardStore
 from tests.rehearsal.pretend_cuda import WAITS, pretend_cuda
 from tests.trainer.backbone_cases import backbone_run, store_of, write_backbone
 from tests.trainer.run_cases import tiny_run, write_store
-from tests.trainer.sampling.test_adaptive import tiny_llama
 from tests.trainer.sampling_cases import VOCAB as SMALL
-from tests.trainer.sampling_cases import open_rows, tiny_student
+from tests.trainer.sampling_cases import open_rows, tiny_llama, tiny_student
 from trainer.sampling.noise import sampling_noise
 from trainer.sampling.registry import make_sampler
 from trainer.students.configuration import StudentSettings

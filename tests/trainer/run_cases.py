@@ -1,4 +1,4 @@
-"""Small stores and short runs that the trainer's tests share."""
+"""Small stores and short runs that the trainer's tests share; a tokenizer and noise weights for dllm's models."""
 
 from __future__ import annotations
 
@@ -8,6 +8,9 @@ from typing import Any
 
 import numpy as np
 import torch
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import PreTrainedTokenizerFast
 
 from shards.codec.protocol import TeacherOutput, codec_parameters, make_codec
 from shards.store.manifest import Manifest
@@ -15,8 +18,9 @@ from shards.store.store import ShardStore
 from shards.store.writer import ShardWriter
 from shards.stream.stream import ShardStream
 from trainer.objective.batch import Batch, BatchMaker
-from trainer.training.loop import TIMING_FIELDS
-from trainer.training.settings import RunConfig, compose_run
+from trainer.students.registry import Student
+from trainer.training.loop import TIMING_FIELDS, Trainer, Validator
+from trainer.training.settings import RunConfig, build_student, compose_run
 
 VOCAB, LENGTH, SEED = 12, 8, 7
 ROWS = {"train": 40, "validation": 10}
@@ -111,6 +115,22 @@ def first_batch(store: Path, num_rows: int = 3, seed: int = 0, with_noise: bool 
     return make(next(iter(stream)))
 
 
+def student_of(store: Path, init_from: Path | None = None, **changes: Any) -> Student:
+    """The student at step 0 of a tiny run."""
+    return build_student(tiny_run(**changes), ShardStore.open(store), init_from)
+
+
+def trainer_of(store: Path, out: Path, *given: Any, **changes: Any) -> tuple[Trainer, Validator]:
+    """A tiny run that is about to begin."""
+    trainer = Trainer(tiny_run(*given, **changes), ShardStore.open(store), out)
+    assert trainer.validator is not None
+    return trainer, trainer.validator
+
+
+def next_batch(trainer: Trainer) -> Batch:
+    return trainer.make_batch(next(trainer._rows()))
+
+
 def quiet(out: Path, **changes: Any) -> dict[str, Any]:
     """Arguments of a short training by transformers."""
     size = {"per_device_train_batch_size": 4, "use_cpu": True, "learning_rate": 1e-2}
@@ -137,3 +157,18 @@ def assert_same_run(first: Path, second: Path) -> None:
     assert len(files) == 4
     assert metrics_without_timing(first) == metrics_without_timing(second)
     assert [name for name in files if files[name] != others[name]] == []
+
+
+def tokenizer(**changes: Any) -> PreTrainedTokenizerFast:
+    vocab = {letter: index for index, letter in enumerate("abcdefghijkl")}
+    ends = dict.fromkeys(("pad_token", "bos_token", "eos_token"), "a")
+    options = {"mask_token": "[MASK]", "padding_side": "right", **ends, **changes}
+    model = Tokenizer(WordLevel(vocab, unk_token="a"))
+    return PreTrainedTokenizerFast(tokenizer_object=model, **options)
+
+
+def draw_weights(own: Any) -> torch.Tensor:
+    """W of ones and zeros: the sum over its row is softmax(xi) itself."""
+    with torch.no_grad():
+        own.weight.copy_(torch.eye(*own.weight.shape))
+    return own.weight

@@ -12,14 +12,16 @@ import transformers
 from torch.nn.functional import cross_entropy
 from torch.utils.data import default_collate
 
+from shards.codec.protocol import make_codec
 from shards.errors import UsageError
 from shards.noise.gumbel import KeyedPrior
 from shards.noise.philox import PositionKeys
-from tests.trainer.dllm_cases import MASK, WIDTH, draw_weights, tokenizer
-from tests.trainer.run_cases import LENGTH, VOCAB, quiet, teacher_logits, write_store
+from tests.trainer.run_cases import LENGTH, VOCAB, draw_weights, quiet, teacher_logits, tokenizer, write_store
 from trainer.distillation import store_rows
 from trainer.dllm_adapter import NoiseMixin, NoiseSamplerMixin, read_noise
 from trainer.objective.batch import Places
+
+MASK, WIDTH = VOCAB, 16
 
 
 def bert(**changes: Any) -> Any:
@@ -152,7 +154,7 @@ class NoisyOnePass(NoiseSamplerMixin, OnePass):
 
 def test_a_samples_noise_is_of_the_seed_and_its_index(store: Path) -> None:
     model = bert()
-    draw_weights(read_noise(model, tokenizer(), store))
+    draw_weights(own := read_noise(model, tokenizer(), store))
     sampler: Any = NoisyOnePass(model)
     canvas = [0] + [MASK] * (LENGTH - 1)
     four, two = (sampler.sample([canvas] * count, seed=1) for count in (4, 2))
@@ -163,6 +165,8 @@ def test_a_samples_noise_is_of_the_seed_and_its_index(store: Path) -> None:
     for other in ({"seed": 2}, {"seed": 1, "tau": 0.1}):
         assert not torch.allclose(sampler.sample([canvas] * 2, **other), two, atol=1e-3)
     assert not torch.allclose(two[0], two[1], atol=1e-3)
+    own.codec = make_codec("topk", num_entries=2)
+    assert not torch.allclose(sampler.sample([canvas] * 2, seed=1), two, atol=1e-3), "cut off as the store's is"
 
 
 def test_what_cannot_be_is_refused(store: Path, tmp_path: Path) -> None:

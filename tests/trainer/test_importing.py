@@ -125,17 +125,18 @@ class FakeNode:
         self.__dict__.update(state)
 
 
-def test_foreign_classes_are_read_but_never_run(golden: Path, tmp_path: Path) -> None:
+def test_foreign_classes_are_read_but_never_run_and_plain_containers_come_back(golden: Path, tmp_path: Path) -> None:
     leaf = {"length": FakeNode(_val=16), "dropout": FakeNode(_val=0)}
     config = FakeNode(_content={"model": FakeNode(_content=leaf)})
     fired, path = tmp_path / "fired", tmp_path / "real.ckpt"
     armed = Calls(open, str(fired), "w")
-    torch.save({**loaded(golden), "hyper_parameters": {"config": config, "tokenizer": armed}}, path)
+    plain = {"order": collections.OrderedDict(a=1), "counts": collections.defaultdict(int, a=2)}
+    torch.save({**loaded(golden), **plain, "hyper_parameters": {"config": config, "tokenizer": armed}}, path)
     read = read_checkpoint(path)
+    assert (read["order"], read["counts"]) == ({"a": 1}, {"a": 2})
     assert not fired.exists()
     assert isinstance(read["hyper_parameters"]["tokenizer"], Inert)
-    plain = plain_config(read["hyper_parameters"]["config"])
-    assert plain["model"] == {"length": 16, "dropout": 0.0}
+    assert plain_config(read["hyper_parameters"]["config"])["model"] == {"length": 16, "dropout": 0.0}
     name, student = student_from(read)
     assert (name, student.config.row_length, student.settings.dropout) == ("mdlm", 16, 0.0)
     assert student.clips == (1e-3, 1.0), "what the authors take where nothing is said"
@@ -189,7 +190,7 @@ def test_a_tokenizer_comes_along(golden: Path, tmp_path: Path) -> None:
     checkpoint, out = golden / "mdlm-gumbel-tiny.ckpt", tmp_path / "model"
     import_checkpoint(checkpoint, out, tokenizer=str(tmp_path / "words"))
     model = open_model(out)
-    assert model.tokenizer.decode([2, 3]) == "w0 w1"
+    assert model.tokenizer.decode([2, 3]) == "w0 w1" and not model.student.training
     for place in (out, str(out), str(tmp_path)):  # the folder and, as of a run, the one around it
         assert trainer.load_tokenizer(place).decode([2, 3]) == "w0 w1"
     with pytest.raises(UsageError, match="no model there"):
@@ -338,13 +339,3 @@ def test_a_pickle_cannot_change_torch(tmp_path: Path) -> None:
     with contextlib.suppress(GdistillError):
         read_checkpoint(path)
     assert (vars(function), function.__defaults__) == (before, defaults)
-
-
-def test_plain_containers_come_back_as_they_are(tmp_path: Path) -> None:
-    plain = {"order": collections.OrderedDict(a=1), "counts": collections.defaultdict(int, a=2)}
-    foreign = Calls(print, "foreign")
-    torch.save({**small_checkpoint(), **plain, "foreign": foreign}, tmp_path / "good.ckpt")
-    read = read_checkpoint(tmp_path / "good.ckpt")
-    assert (read["order"], read["counts"]) == ({"a": 1}, {"a": 2})
-    assert isinstance(read["foreign"], Inert)
-    assert torch.equal(read["state_dict"][EMBEDDING], torch.zeros(12, 8))

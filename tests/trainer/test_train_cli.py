@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from itertools import product
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -226,17 +227,14 @@ def test_a_users_file_goes_before_the_recipe_and_epochs_are_counted_in_steps(sto
     assert both(found, "model.diffusion.max_loss_weight") == [3.0, 3.0]
 
 
-def test_large_vocabularies_are_read_among_candidates_at_thirds() -> None:
+def test_noise_layers_and_both_parts_of_every_preset(store: Path) -> None:
+    """Large vocabularies are read among candidates, at thirds."""
     assert two_stage.noise_layers_of(4, 4095) == {"layers": [1, 2, 3, 4]}
     assert two_stage.noise_layers_of(12, 4096) == {"layers": [4, 8], "top_k": 256}
     assert two_stage.noise_layers_of(1, 4096)["layers"] == [1]
-
-
-@pytest.mark.parametrize("preset", ["tiny", "small", "medium", "maze"])
-@pytest.mark.parametrize("student", ["mdlm", "bd3lm"])
-def test_every_preset_has_both_parts(store: Path, preset: str, student: str) -> None:
-    plain, noise = two_stage.two_stage_parts(student, ShardStore.open(store), read_recipe(preset))
-    assert noise.model.num_layers == plain.model.num_layers
+    for preset, student in product(("tiny", "small", "medium", "maze"), ("mdlm", "bd3lm")):
+        plain, noise = two_stage.two_stage_parts(student, ShardStore.open(store), read_recipe(preset))
+        assert noise.model.num_layers == plain.model.num_layers
 
 
 def test_the_command_trains_both_and_goes_on(store: Path, tmp_path: Path, capsys: Capsys) -> None:

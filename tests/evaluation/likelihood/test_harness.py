@@ -53,6 +53,7 @@ def test_long_contexts_lose_their_beginning_and_long_completions_too(model_folde
     row, given = model._row([0], [1] * 30)
     assert row == [first] + [1] * 15 and given == 1
     assert model._row([first], [1])[0] == [first, 1]  # an empty context is bos alone
+    assert len(GdistillLM(str(model_folder), max_length=6)._row([0] * 20, [1])[0]) == 6
 
 
 def test_rolling_windows_score_every_token_once(model_folder: Path) -> None:
@@ -75,6 +76,7 @@ def test_generation_stops_where_it_is_told(model_folder: Path) -> None:
     texts = model.generate_until([request("a b", options)] * 8)
     assert model.generate_until([request("a b", options)])[0] == texts[0]
     assert len(set(texts)) > 1, "each request is drawn anew"
+    assert GdistillLM(str(model_folder), nfe=1).generate_until([request("a b", options)] * 8) != texts
     assert all(len(text.split()) <= 6 for text in texts)
     word = texts[0].split()[0] if texts[0].split() else "a"
     stopped = model.generate_until([request("a b", options | {"until": ["zzz", word]})])[0]

@@ -97,6 +97,15 @@ def test_prior_draws_average_likelihoods() -> None:
     scorer = CompletionScorer(student, num_draws=3, seed=1)
     assert scorer(ROW, [6], [5])[0][0] == pytest.approx(expected, abs=1e-4)
     assert scorer.settings["noise"] == "mean over 3 prior draws"
+    assert CompletionScorer(student, num_draws=3, seed=2)(ROW, [6], [5])[0][0] != scorer(ROW, [6], [5])[0][0]
+    # Whether a token is the most probable is asked of the first draw alone.
+    best, last = [], where & (torch.arange(ROW.shape[1]) == 8)
+    for draw in range(3):
+        noise = PriorRowNoise(student, torch.tensor([5]), ROW.shape[1], 1, draw)
+        masked = ROW.masked_fill(last, student.mask_id)
+        best.append(int(student.predict(masked, noise.embeddings(last))[0, 8].argmax()))  # type: ignore[operator]
+    likely = ROW.masked_fill(last, best[0])
+    assert scorer(likely, [8], [5])[1] == [True] and len(set(best)) > 1
     blind = CompletionScorer(student, noise="none")
     assert blind(ROW, [6], [5])[0][0] == pytest.approx(log_prob(student, ROW, [6, 7, 8]), abs=1e-4)
     assert blind.settings["noise"] == "none"

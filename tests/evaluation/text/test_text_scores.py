@@ -76,7 +76,7 @@ def test_windows_score_every_position_once_and_tokens_between_texts_never() -> N
     assert counted_positions(ids, []).tolist() == [[False, True, True, True, True, True]]
 
 
-def test_entropy_by_hand() -> None:
+def test_entropy_and_repetition_by_hand() -> None:
     assert distance.unigram_entropy_nats([1, 1, 2, 2]) == pytest.approx(math.log(2))
     assert distance.unigram_entropy_nats([7, 7, 7]) == 0.0
     score = distance.entropy_score([[1, 1, 2, 2], [3, 3]])
@@ -90,8 +90,7 @@ def test_entropy_by_hand() -> None:
     turns = distance.entropy_score([[1, 2, 1, 2, 1]]).details
     assert [turns[f"distinct_{n}"] for n in (1, 2, 3)] == pytest.approx([2 / 5, 2 / 4, 2 / 3])
 
-
-def test_repetition_is_counted_within_a_sample() -> None:
+    # Repetition is counted within a sample.
     assert distance.repetition_share([1, 2, 3, 4] * 2, 4) == pytest.approx(1 - 4 / 5)
     assert distance.repetition_share([5] * 10, 4) == pytest.approx(1 - 1 / 7)
     assert distance.repetition_share([1, 2], 4) == 0.0
@@ -138,14 +137,6 @@ def test_a_bootstrap_resamples_whole_texts_with_replacement() -> None:
     assert ratio.select([1]).value() == pytest.approx(8.0)
 
 
-def test_a_score_that_is_no_number_is_null_in_json() -> None:
-    score = Score("x", math.nan, 1, (1.0, math.inf), details={"y": -math.inf, "z": "inf"})
-    written = score.to_json()
-    assert written["value"] is None and written["interval_95"] == [1.0, None]
-    assert written["details"] == {"y": None, "z": "inf"}
-    json.dumps(written, allow_nan=False)
-
-
 def test_intervals_of_shares_and_means() -> None:
     assert wilson_interval(0, 100)[0] == pytest.approx(0.0, abs=1e-12)
     assert wilson_interval(100, 100)[1] == pytest.approx(1.0)
@@ -156,6 +147,11 @@ def test_intervals_of_shares_and_means() -> None:
     assert mean_interval([1.0]) is None
     # Two values: their standard deviation is sqrt(2), that of their mean 1.
     assert mean_interval([1.0, 3.0]) == pytest.approx((2 - 1.959964, 2 + 1.959964))
+    # What is no number is null in JSON.
+    written = Score("x", math.nan, 1, (1.0, math.inf), details={"y": -math.inf, "z": "inf"}).to_json()
+    assert written["value"] is None and written["interval_95"] == [1.0, None]
+    assert written["details"] == {"y": None, "z": "inf"}
+    json.dumps(written, allow_nan=False)
 
 
 # Distances between samples and text.
@@ -172,6 +168,8 @@ def test_frechet_by_hand_and_as_scipy() -> None:
     expected = ((x.mean(0) - y.mean(0)) ** 2).sum() + np.trace(first + second - 2 * root)
     assert distance.frechet_distance(x, y) == pytest.approx(expected, rel=1e-6)
     assert distance.frechet_distance(x, x) == pytest.approx(0.0, abs=1e-9)
+    with pytest.raises(UsageError, match="a spread needs two"):
+        distance.frechet_distance(x[:1], y)
 
 
 def test_energy_by_hand_and_as_scipy() -> None:
@@ -258,11 +256,6 @@ def test_beginnings_and_memory_by_hand() -> None:
     # 15 16-grams a row; of the first two rows all but the one that holds the first token.
     assert distance.memorised_counts(rows, training).tolist() == [[14, 15], [14, 15], [0, 15]]
     assert distance.memorised_counts([[1, 2]], training).tolist() == [[0, 0]]
-
-
-def test_few_samples_say_nothing() -> None:
-    with pytest.raises(UsageError, match="a spread needs two"):
-        distance.frechet_distance(np.zeros((1, 2)), np.zeros((3, 2)))
 
 
 def test_the_floor_of_a_sorted_text_is_that_of_any_other() -> None:

@@ -65,31 +65,10 @@ def test_times_are_the_authors_to_the_last_bit(golden: Path) -> None:
         assert t.repeat_interleave(width, dim=1).tolist() == expected.tolist()
 
 
-def test_times_follow_the_settings() -> None:
-    """A batch of N strata holds the share to one row; the others are uniform."""
-    settings = DiffusionSettings(fully_masked_share=0.3)
-    t = corrupt(batch_of(1000), settings, 1, (0.2, 0.9)).t
-    full = t > 0.9 - 1e-6
-    assert abs(int(full.sum()) - 300) <= 1
-    # One time per stratum: the mean is the integral's to within the range over their number.
-    assert abs(float(t[~full].mean()) - (0.2 + 0.7 * 0.5)) < 2 * 0.7 / 700
-
-
-def test_capped_weight() -> None:
-    batch, plain = batch_of(64), DiffusionSettings()
-    capped = corrupt(batch, dataclasses.replace(plain, max_loss_weight=2.5), 4, FULL)
-    usual = corrupt(batch, plain, 4, FULL)
-    assert torch.equal(capped.mask, usual.mask)
-    assert torch.equal(capped.weight, usual.weight.clamp_max(2.5))
-
-
-def test_mask_by_hand() -> None:
+def test_masks_follow_p() -> None:
     uniforms = torch.tensor([[0.0, 0.2, 0.3, 0.9]])
-    mask = draw_mask(lambda _: uniforms, torch.tensor([[0.2, 0.3]]))
-    assert mask.tolist() == [[False, True, True, False]]
-
-
-def test_mask_rate_follows_p() -> None:
+    by_hand = draw_mask(lambda _: uniforms, torch.tensor([[0.2, 0.3]]))
+    assert by_hand.tolist() == [[False, True, True, False]]
     batch = batch_of(4000)
     mask = draw_mask(lambda r: row_uniforms("mask", batch, r, 16), torch.full((4000, 1), 0.3))
     drawn, total = int(mask.sum()), 4000 * 15

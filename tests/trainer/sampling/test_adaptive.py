@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks.sampler_statistics import chi_square
 from tests.trainer.sampling_cases import BOS, LENGTH, VOCAB, draw, open_rows, tiny_student
@@ -17,17 +16,6 @@ from trainer.sampling.verifier import CausalReader, Verifier, load_verifier
 from trainer.students.registry import Student
 
 IDS = torch.tensor([4, 0, 11])
-
-
-def tiny_llama(vocab_size: int = VOCAB, context: int = 32) -> LlamaForCausalLM:
-    shape = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2}
-    shape |= {"num_hidden_layers": 2, "max_position_embeddings": context}
-    config = LlamaConfig(vocab_size=vocab_size, bos_token_id=BOS, eos_token_id=1, **shape)
-    torch.manual_seed(1)
-    model = LlamaForCausalLM(config).eval()
-    for parameter in model.parameters():
-        torch.nn.init.normal_(parameter, std=0.5)
-    return model
 
 
 @torch.no_grad()

@@ -17,8 +17,7 @@ from shards.store.store import ShardStore
 from tests.trainer.backbone_cases import backbone_run, store_of
 from tests.trainer.sampling import decoding_cases as check
 from tests.trainer.sampling.decoding_cases import IDS, own_decode, prompts
-from tests.trainer.sampling.test_adaptive import tiny_llama
-from tests.trainer.sampling_cases import BOS, LENGTH, VOCAB, draw, open_rows, tiny_student
+from tests.trainer.sampling_cases import BOS, LENGTH, VOCAB, draw, open_rows, tiny_llama, tiny_student
 from trainer.sampling.coupled import CoupledSampler
 from trainer.sampling.fill import StopRule
 from trainer.sampling.noise import TokenRule

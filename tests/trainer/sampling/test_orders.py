@@ -27,7 +27,7 @@ IDS = torch.tensor([5, 0, 17, 2, 9])
 
 
 @pytest.mark.parametrize("length", [LENGTH, 2 * LENGTH])
-@pytest.mark.parametrize("block_size", [1, 2, 3, 4, 6, 12])
+@pytest.mark.parametrize("block_size", [1, 3, 4, 12])
 @pytest.mark.parametrize("conditioning", ["none", "gumbel"])
 @pytest.mark.parametrize("inner", ["ancestral", "first_hitting", "confidence", "ragged"])
 def test_cache_changes_nothing(
@@ -236,16 +236,6 @@ def test_gumbels_are_standard() -> None:
     ranks = torch.arange(1, n + 1, dtype=torch.float64) / n
     distance = torch.maximum((ranks - below).abs(), (ranks - 1 / n - below).abs()).max()
     assert float(distance) < math.sqrt(math.log(2e6) / (2 * n))
-
-
-def test_rows_with_fewer_gaps_end_earlier() -> None:
-    student = tiny_student()
-    tokens = open_rows(student, 3)
-    tokens[1, 3:] = 4
-    tokens[2, 1:] = 4
-    result = draw(student, ConfidenceSampler(nfe=4), IDS[:3], tokens)
-    assert result.nfe.tolist() == [4, 2, 0], "11 gaps by threes, 2 by ones, none"
-    assert (result.tokens[1, 3:] == 4).all() and (result.tokens != student.mask_id).all()
 
 
 def test_draws_of_a_block_are_named_by_positions_of_the_row(monkeypatch: Any) -> None:

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from benchmarks.goldens import predict
-from benchmarks.sampler_statistics import Goldens, chi_square, run_case, run_tau
+from benchmarks.sampler_statistics import Goldens, run_case, run_tau
 from shards.errors import UsageError
 from shards.noise.philox import PositionKeys, race, uniforms
 from tests.changed_settings import changed
@@ -187,32 +187,11 @@ def test_tau_has_its_own_distribution(goldens: Goldens) -> None:
     assert not run_tau(goldens, 0.5, NUM, judged_by=1.0).passed
 
 
-def test_pooling_by_hand() -> None:
-    probs = torch.tensor([0.5, 0.46, 0.01, 0.01, 0.01, 0.01])
-    result = chi_square("hand", torch.tensor([55, 41, 1, 1, 1, 1]), probs)
-    # The four small cells pool to an expectation of 4, below 5, and join the cell of 46.
-    assert result.num_cells == 2
-    assert result.statistic == pytest.approx((55 - 50) ** 2 / 50 + (45 - 50) ** 2 / 50)
-    impossible = chi_square("hand", torch.tensor([99, 1]), torch.tensor([1.0, 0.0]))
-    assert impossible.p_value == 0
-
-
-def test_draws_are_finer_than_float32() -> None:
-    """On float32's grid a token of probability 2^-25 is drawn three times too rarely."""
-    rows = torch.arange(4)
-    scaled = uniforms(PositionKeys(3, rows, rows), 0, 2000) * 2.0**24
-    assert float((scaled != scaled.floor()).double().mean()) > 0.9
-    rare = 2.0**-25
-    for head_wins, head in ((True, math.exp(-0.3)), (False, math.exp(-0.7))):
-        # The rare token's E is 2^-26, which float32 makes 0: p / E = 2 against 1 / 0.3 and 1 / 0.7.
-        uniform = torch.tensor([[head, 1 - 2.0**-26]], dtype=torch.float64)
-        winner = race(torch.tensor([[1 - rare, rare]], dtype=torch.float64), uniform)
-        assert bool(winner == 0) is head_wins
-
-
-def test_race_goldens(ops: dict[str, Tensor]) -> None:
+def test_race_goldens_and_uniforms_finer_than_float32(ops: dict[str, Tensor]) -> None:
     probs, uniform = (ops[f"categorical.{name}"].flatten(0, 1) for name in "pu")
     assert torch.equal(race(probs, uniform), ops["categorical.index"].flatten())
+    scaled = uniforms(PositionKeys(3, torch.arange(4), torch.arange(4)), 0, 2000) * 2.0**24
+    assert float((scaled != scaled.floor()).double().mean()) > 0.9, "else rare tokens are drawn too rarely"
 
 
 # Orders and steps.

@@ -10,8 +10,6 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn.functional import one_hot
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from transformers import AutoModel, TopPLogitsWarper
 
 from shards.codec.protocol import CODECS, Codec, TeacherOutput, make_codec
@@ -23,14 +21,13 @@ from shards.noise.philox import PositionKeys
 from shards.settings import derive_seed
 from shards.store.store import ShardStore
 from tests.trainer.run_cases import tiny_run, write_store
-from tests.trainer.sample_cli_cases import command, read, save
-from tests.trainer.sampling_cases import LENGTH, VOCAB, draw, noise_for, tiny_student
+from tests.trainer.sampling_cases import LENGTH, VOCAB, Largest, command, draw, read, save, tiny_student
 from trainer.loading import generate
 from trainer.objective.batch import StoredRowNoise
 from trainer.sampling import noise as draws
 from trainer.sampling.adaptive import AdaptiveSampler
 from trainer.sampling.fill import AncestralSampler
-from trainer.sampling.noise import RowNoise, SampleKeys, TokenRule, sampling_noise
+from trainer.sampling.noise import SampleKeys, TokenRule, sampling_noise
 from trainer.sampling.stopping import StopRule
 from trainer.students.folder import STUDENT_FILE, export_model, open_model
 from trainer.students.registry import Student
@@ -59,20 +56,13 @@ def test_every_name_gives_noise_of_its_own() -> None:
     assert are_new([*ours, *arrivals(4, IDS), *arrivals(3, IDS, draw=1), *arrivals(3, IDS + 1)])
 
 
-def test_every_attempt_has_noise_of_its_own() -> None:
-    use, rows = RowNoise(noise_for(tiny_student(), IDS, 3), LENGTH, 1.0), torch.tensor([2, 0])
-    seen = [dense_arrivals(use.of(rows, attempt).noise) for attempt in range(3)]
-    assert torch.equal(seen[0].view(2, LENGTH, VOCAB), arrivals(3, IDS)[rows])
-    assert are_new(seen)
-
-
 def test_a_sample_drawn_anew_sees_other_noise() -> None:
     """argmax of x_0 in one pass is a function of the noise alone: it changes only with it."""
     student, ids = tiny_student(), torch.arange(40)
     entropic = StopRule(min_entropy_nats=100.0, entropy_window=LENGTH, max_tries=2)
     once = draw(student, AncestralSampler(nfe=1, decision="argmax"), ids)
     twice = draw(student, AncestralSampler(nfe=1, decision="argmax", stop=entropic), ids)
-    assert (twice.details["attempt"] == 1).all()
+    assert (twice.details["attempt"] == 1).all() and (once.nfe == 1).all() and (twice.nfe == 2).all()
     assert (twice.tokens != once.tokens).any(dim=1).float().mean() > 0.9
 
 
@@ -215,19 +205,6 @@ def test_for_every_codec(name: str, tau: float) -> None:
 WIDE = 8 * FIRST_CANDIDATES
 
 
-class LargestFloat64(TorchDispatchMode):
-    """Notes the elements of the largest float64 tensor that any operation makes."""
-
-    num_elements = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        for value in tree_leaves(result):
-            if isinstance(value, Tensor) and value.dtype == torch.float64:
-                self.num_elements = max(self.num_elements, value.numel())
-        return result
-
-
 def log_probs_and_keys(num_rows: int, length: int, size: int) -> tuple[Tensor, Any]:
     generator = torch.Generator().manual_seed(0)
     logits = 3 * torch.randn(num_rows * length, size + 1, generator=generator)
@@ -241,10 +218,10 @@ def test_samplers_hold_no_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     nucleus, apd = AncestralSampler(nfe=1, nucleus_p=0.9), AdaptiveSampler(verifier=str(tmp_path))
     for sampler in (nucleus, apd):
         whole = draw(student, sampler, ids)
-        with monkeypatch.context() as patch, LargestFloat64() as watch:
+        with monkeypatch.context() as patch, Largest(torch.float64) as watch:
             patch.setattr(draws, "MOST_ELEMENTS", {"cpu": 1200})  # of 440 positions x 11 tokens
             assert torch.equal(draw(student, sampler, ids).tokens, whole.tokens)
-        assert 0 < watch.num_elements <= 1320
+        assert 0 < watch.elements <= 1320
 
 
 def test_no_position_no_token() -> None:

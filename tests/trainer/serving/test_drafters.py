@@ -19,8 +19,7 @@ from shards.noise.embedding import dense_arrivals
 from shards.noise.murmur3 import engine_gumbels
 from tests.commands import call
 from tests.trainer.backbone_cases import VOCAB, write_backbone
-from tests.trainer.sample_cli_cases import save
-from tests.trainer.sampling_cases import tiny_student
+from tests.trainer.sampling_cases import save, tiny_student
 from trainer.serving.coupling import draw
 from trainer.serving.drafters import Prefix, StudentDrafter, drafts_of
 from trainer.serving.export import export
@@ -88,7 +87,8 @@ def test_drafts_depend_on_the_request_alone(kind: str, tmp_path: Path) -> None:
     drafter.draft(asked, 2)
     assert drafter.draft(asked[::-1], 2) == together[::-1], "rows go on in another order"
     longer = [replace(each, tokens=[*each.tokens, 1, 2]) for each in asked[1:3]]
-    for batch in (longer, [*longer, replace(asked[0], name="new")]):  # others end and begin
+    again = [replace(asked[0], seed=7)]  # a name that has ended comes again
+    for batch in (longer, [*longer, replace(asked[0], name="new")], again):  # others end and begin
         assert drafter.draft(batch, 2) == drafts_of(student).draft(batch, 2)
 
 

@@ -202,6 +202,8 @@ def test_flex_and_sdpa_agree() -> None:
         assert torch.allclose(denoise(flex, noised, batch.tokens), expected, atol=1e-5)
     with pytest.raises(UsageError, match=r"no gradient.*model\.attention.*auto"):
         flex.loss(batch)
+    with pytest.raises(UsageError, match="time-conditioned"):
+        make_student(BD3LM, diffusion={"time_conditioning": True}).start_cache(1)
 
 
 def test_one_block_is_mdlm() -> None:
@@ -226,31 +228,6 @@ def test_later_blocks_and_the_noised_past_are_not_seen() -> None:
     assert not torch.allclose(base, denoise(student, noised, past)[:, 4:], atol=1e-4)
     first = denoise(student, noised, clean)[:, :4]
     assert torch.allclose(first, denoise(student, noised, future)[:, :4], atol=1e-6)
-
-
-def test_cache_equals_the_whole_prefix_with_noise_in_every_block() -> None:
-    student, batch = make_student(BD3LM, block_size=2), make_batch(3)
-    tokens = batch.tokens.clone()
-    tokens[:, 5:6] = student.mask_id
-    condition = row_noise(student, batch, 0.85)
-    block, own, nothing = tokens[:, 4:6], condition[:, 4:6], tokens[:, :0]
-    masked = block == student.mask_id
-    whole = predict(student, tokens[:, :6], condition[:, :6])[:, 4:]
-    prompt, stepwise = student.start_cache(3), student.start_cache(3)
-    student.predict_after(tokens[:, :4], block, masked, own, prompt)
-    for start in (0, 2):
-        student.predict_after(tokens[:, start : start + 2], block, masked, own, stepwise)
-    for cache in (prompt, stepwise):
-        assert cache.length == 4
-        for _ in range(2):
-            found = student.predict_after(nothing, block, masked, own, cache)
-            assert torch.allclose(found, whole[masked], atol=1e-5)
-        part = torch.tensor([2, 0])
-        given = (each[part] for each in (nothing, block, masked, own))
-        some = student.predict_after(*given, cache.select(part))
-        assert torch.allclose(some, whole[part][masked[part]], atol=1e-5)
-    with pytest.raises(UsageError, match="time-conditioned"):
-        make_student(BD3LM, diffusion={"time_conditioning": True}).start_cache(1)
 
 
 def test_clips_are_kept_and_enforced_when_they_close() -> None:

@@ -8,22 +8,18 @@ from __future__ import annotations
 import math
 import shutil
 from dataclasses import replace
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from torch import nn
 
 from shards.errors import UsageError
-from tests.trainer.run_cases import VOCAB, write_store
-from tests.trainer.training.cases import first_batch, student_of, trainer_of
+from tests.trainer.run_cases import VOCAB, next_batch, student_of, tiny_run, trainer_of, write_store
 from trainer.students.folder import read_model
 from trainer.students.registry import BD3LM
-from trainer.training.checkpoint import ExponentialMovingAverage, ema_decay
-from trainer.training.settings import OptimizationConfig
+from trainer.training.loop import train
 
 PLAIN = {"model__conditioning": "none"}
 SEQUENCE, TOKEN = {"model__kd__kind": "sequence"}, {"model__kd__kind": "token"}
@@ -36,6 +32,14 @@ OTHERS = (
     ("mdlm", "noise.injection", "add"),
 )
 """Settings that a plain student does not read."""
+
+
+@pytest.fixture(scope="module")
+def plain(store: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The finished run of a student without noise."""
+    out = tmp_path_factory.mktemp("plain") / "run"
+    assert train(tiny_run(**PLAIN), store, out)
+    return out
 
 
 @pytest.mark.parametrize(
@@ -123,7 +127,7 @@ def test_noise_added_to_a_student_that_has_seen_none_begins_silent_and_learns(
     """The first loss is the source's to the last bit, whatever the noise, and noise is learnt."""
     settings = {f"model__noise__{name}": value for name, value in noise.items()}
     student = student_of(store, plain, model__noise__injection="add", **settings)
-    batch = first_batch(trainer_of(store, tmp_path / "run")[0])
+    batch = next_batch(trainer_of(store, tmp_path / "run")[0])
     output, source = student.loss(batch), read_model(plain / "model").train()
     assert torch.equal(output.loss, source.loss(replace(batch, noise=None)).loss)
     output.loss.backward()
@@ -136,29 +140,3 @@ def test_noise_added_to_a_student_that_has_seen_none_begins_silent_and_learns(
     assert any(learns.values()) if is_product else all(learns.values()), learns
     with pytest.raises(UsageError, match=r"model.noise.injection.*expected add"):
         student_of(store, plain)
-
-
-def test_rates() -> None:
-    constant = OptimizationConfig(learning_rate=2.0, warmup_steps=4)
-    assert [constant.rate_at(step, 10) for step in range(6)] == [0.5, 1.0, 1.5, 2, 2, 2]
-    cosine = OptimizationConfig(learning_rate=1.0, warmup_steps=2, schedule="cosine")
-    rates = [cosine.rate_at(step, 13) for step in range(13)]
-    assert [rates[2], rates[7], rates[12]] == pytest.approx([1.0, 0.5, 0.0])
-    assert all(later < earlier for earlier, later in pairwise(rates[2:]))
-    long = OptimizationConfig(learning_rate=1.0, warmup_steps=100, schedule="cosine")
-    assert long.rate_at(9, 10) == pytest.approx(0.1), "it never reaches the peak"
-
-
-def test_the_moving_average() -> None:
-    decays = [ema_decay(update, 0.9999) for update in (1, 90, 10**6)]
-    assert decays == pytest.approx([2 / 11, 0.91, 0.9999])
-    module = nn.Linear(1, 2, bias=False)
-    nn.init.zeros_(module.weight)
-    average = ExponentialMovingAverage(module, 0.9999)
-    nn.init.ones_(module.weight)
-    average.update()
-    assert average.shadows["weight"].flatten().tolist() == pytest.approx([9 / 11] * 2)
-    weights, shadow = module.weight.detach().clone(), average.shadows["weight"].clone()
-    with average.applied():
-        assert torch.equal(module.weight, shadow)
-    assert torch.equal(module.weight, weights) and torch.equal(average.shadows["weight"], shadow)

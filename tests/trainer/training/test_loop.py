@@ -23,8 +23,7 @@ from transformers import AutoModel
 from shards.atomic import exclusive
 from shards.errors import GdistillError, UsageError
 from shards.stream.stream import RowBatch
-from tests.trainer.run_cases import LENGTH, VOCAB, tiny_run, write_store
-from tests.trainer.training.cases import first_batch, trainer_of
+from tests.trainer.run_cases import LENGTH, VOCAB, next_batch, tiny_run, trainer_of, write_store
 from trainer.objective.batch import Batch, StoredRowNoise
 from trainer.objective.corruption import FULL, corrupt
 from trainer.students.registry import MDLM
@@ -54,7 +53,7 @@ def test_metrics_say_where_the_run_stands(finished: Path) -> None:
     assert b"train/loss" in content and b"validation/nll_nats" in content
 
 
-def test_model_folder_is_a_hugging_face_model(finished: Path) -> None:
+def test_model_folder_is_a_hugging_face_model_of_the_averaged_weights(finished: Path) -> None:
     folder = finished / "model"
     student = AutoModel.from_pretrained(folder)
     assert isinstance(student, MDLM)
@@ -66,13 +65,8 @@ def test_model_folder_is_a_hugging_face_model(finished: Path) -> None:
     assert record["validation"].items() <= read_metrics(finished, "validation")[-1].items()
     card = (folder / "README.md").read_text()
     assert card.startswith("---\n") and "bigram" in card and "posterior" in card
-
-
-def test_the_model_holds_the_averaged_weights(finished: Path) -> None:
-    model = load_file(finished / "model" / "model.safetensors")
-    checkpoint = finished / "checkpoints" / "step-00000010"
-    averages = load_file(checkpoint / "ema.safetensors")
-    weights = load_file(checkpoint / "weights.safetensors")
+    model, checkpoint = load_file(folder / "model.safetensors"), finished / "checkpoints" / "step-00000010"
+    averages, weights = (load_file(checkpoint / f"{name}.safetensors") for name in ("ema", "weights"))
     assert set(model) == set(weights)
     assert all(torch.equal(model[name], value) for name, value in averages.items())
     name = "backbone.vocab_embed.embedding"
@@ -102,18 +96,6 @@ def test_validation_repeats_itself_and_leaves_training_alone(store: Path, tmp_pa
         assert same == (rows == 10)
 
 
-def test_a_batch_is_overfitted(tmp_path: Path) -> None:
-    path = write_store(tmp_path / "store", "full", splits={"train": 8}, rows_per_shard=8)
-    size = {"model__hidden_size": 64, "model__num_layers": 2}
-    steps = {"training__num_steps": 400, "training__log_every_steps": 50}
-    rate = {"optimization__learning_rate": "5e-3", "optimization__schedule": "cosine"}
-    assert train(tiny_run(**size, **steps, **rate), path, tmp_path / "run")
-    losses = [line["loss"] for line in read_metrics(tmp_path / "run", "train")]
-    assert losses[-1] < 0.05  # the uniform guess is log 12 = 2.48 nats
-    with pytest.raises(UsageError, match=r"needs validation rows.*search_schedule"):
-        train(tiny_run(**SEARCH), path, tmp_path / "search")
-
-
 def test_clips_are_searched_at_validation(store: Path, tmp_path: Path) -> None:
     more = {"model__diffusion__resample": "true", "training__num_steps": 2}
     trainer = trainer_of(store, tmp_path / "run", **SEARCH, **more)[0]
@@ -123,6 +105,9 @@ def test_clips_are_searched_at_validation(store: Path, tmp_path: Path) -> None:
     torch.testing.assert_close(trainer.student.time_bounds, chosen)
     saved = load_file(tmp_path / "run" / "model" / "model.safetensors")["time_bounds"]
     torch.testing.assert_close(saved, chosen)
+    without = write_store(tmp_path / "store", splits={"train": 8}, rows_per_shard=8)
+    with pytest.raises(UsageError, match=r"needs validation rows.*search_schedule"):
+        train(tiny_run(**SEARCH), without, tmp_path / "search")
 
 
 def test_a_validation_that_is_not_finite_ends_the_run(store: Path, tmp_path: Path) -> None:
@@ -166,6 +151,7 @@ def test_first_weights_are_known_by_content(store: Path, finished: Path, tmp_pat
     shutil.rmtree(moved)
     assert steps(store, out, 4, moved), "its place is what was said last, and nothing is there now"
     assert steps(store, out, 5, first)
+    assert str(tmp_path) not in (out / "model" / "student.json").read_text(), "which others read"
 
 
 def test_runs_that_remember_a_place_alone(store: Path, finished: Path, tmp_path: Path) -> None:
@@ -296,11 +282,12 @@ def test_steps_are_those_of_plain_torch(store: Path, tmp_path: Path, monkeypatch
     assert moved > 1e-2
 
 
-def at_a_standstill(store: Path, out: Path, dropout: float = 0.5, **changes: Any) -> list[float]:
-    """Losses of three steps over one batch whose learning rate is all but zero."""
+def at_a_standstill(store: Path, out: Path, dropout: float = 0.5, seed: int = 0) -> list[float]:
+    """Losses of three steps over one batch whose learning rate is all but zero; ``seed`` is that of dropout alone."""
     still = {"optimization__learning_rate": "1e-30", "training__num_steps": 3}
-    trainer, _ = make_trainer(store, out, **still, model__dropout=dropout, **changes)
-    batch, losses = first_batch(trainer), []
+    trainer, _ = make_trainer(store, out, **still, model__dropout=dropout)
+    batch, losses = next_batch(trainer), []
+    trainer.config = replace(trainer.config, seed=seed)
     for _ in range(3):
         before = trainer.window.loss_sum
         trainer.advance(batch)
@@ -326,7 +313,7 @@ def test_products_have_the_precision_asked_for(store: Path, tmp_path: Path, prec
     seen = set()
     products = trainer.student.backbone.blocks[0].attn_qkv
     products.register_forward_hook(lambda _module, _inputs, output: seen.add(output.dtype))
-    trainer.advance(first_batch(trainer))
+    trainer.advance(next_batch(trainer))
     assert seen == {dtype}
     seen.clear()
     validator.score(trainer.module, trainer.student)

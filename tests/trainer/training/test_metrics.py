@@ -8,9 +8,9 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 from accelerate.utils import LoggerType
@@ -20,25 +20,15 @@ from benchmarks.gpu_parts import model_flops
 from shards.atomic import exclusive
 from shards.errors import GdistillError, IntegrityError, UsageError
 from tests.commands import call
-from tests.trainer.run_cases import LENGTH, tiny_run
-from tests.trainer.training.cases import first_batch, student_of, trainer_of
+from tests.trainer.run_cases import LENGTH, next_batch, student_of, tiny_run, trainer_of
 from trainer.students.registry import MDLM
 from trainer.training.loop import MetricsFile, StepWindow, train
 from trainer.training.settings import checkpoint_steps
 from trainer.training.status import run_status, status_text
 
 
-def test_lines_behind_the_checkpoint_and_a_torn_one_are_dropped(tmp_path: Path) -> None:
-    """A line that is none of metrics is named."""
+def test_a_line_that_is_none_of_metrics_is_named(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
-    lines = [json.dumps({"kind": "train", "step": step}) for step in (1, 4, 6)]
-    path.write_text("\n".join(lines) + '\n{"kind": "trai')
-    log = MetricsFile(path, 4)
-    log.write("validation", 5, 9, {"nll_nats": 1.5})
-    log.close()
-    kept = [json.loads(line) for line in path.read_text().splitlines()]
-    assert [line["step"] for line in kept] == [1, 4, 5]
-    assert kept[-1] == {"kind": "validation", "step": 5, "num_steps": 9, "nll_nats": 1.5}
     for line in ("{", "[]", "3", '{"kind": "train"}', '{"step": "many"}'):
         path.write_text(f'{{"step": 1}}\n{line}\n{{"step": 2}}\n')
         with pytest.raises(IntegrityError, match=r"metrics.jsonl:2"):
@@ -74,7 +64,7 @@ def test_model_flops_by_hand(store: Path) -> None:
 
 def test_the_masked_fraction_is_of_all_tokens(store: Path, tmp_path: Path) -> None:
     trainer = trainer_of(store, tmp_path / "run")[0]
-    batch = first_batch(trainer)
+    batch = next_batch(trainer)
     num_masked = int(trainer.student.corrupt(batch).mask.sum())
     trainer.advance(batch)
     assert trainer.window.close()["masked_fraction"] == num_masked / 64
@@ -165,48 +155,24 @@ def test_a_real_run_and_a_longer_one_after_it(tmp_path: Path, finished: Path) ->
 # Weights & Biases: refused where it is not installed, and one run there for one run here.
 
 WANDB = {"training__trackers": '["wandb"]'}
-FAKE = """
-started, logged = [], []
-
-class Run:
-    def log(self, values, step=None, **_): logged.append((step, values))
-    def finish(self): pass
-
-def init(project, **options):
-    if options["dir"].endswith("refused"):
-        raise RuntimeError("api_key not configured\\nsee the manual")
-    started.append((project, options))
-    return Run()
-"""
 
 
-@pytest.fixture
-def wandb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """A package that keeps what it is told."""
-    folder = tmp_path / "packages"
-    folder.mkdir()
-    (folder / "wandb.py").write_text(FAKE)
-    monkeypatch.syspath_prepend(folder)
-    importlib.invalidate_caches()
+def test_a_resumed_run_is_the_same_one_there(store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    wandb = MagicMock()
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
     # Accelerate looks once, when it is imported.
-    both = [LoggerType.WANDB, LoggerType.TENSORBOARD]
-    monkeypatch.setattr("accelerate.tracking._available_trackers", both)
-    yield importlib.import_module("wandb")
-    del sys.modules["wandb"]
-
-
-def test_a_resumed_run_is_the_same_one_there(wandb: Any, store: Path, tmp_path: Path) -> None:
+    monkeypatch.setattr("accelerate.tracking._available_trackers", [LoggerType.WANDB, LoggerType.TENSORBOARD])
     trackers = {"training__trackers": '["wandb", "tensorboard"]'}
     for steps, out in ((4, "out"), (10, "out"), (1, "other")):
         assert train(tiny_run(training__num_steps=steps, **trackers), store, tmp_path / out)
     events = EventAccumulator(str(tmp_path / "out" / "tensorboard" / "gdistill")).Reload()
     assert [event.step for event in events.Scalars("train/loss")] == [1, 3, 4, 6, 9, 10]
-    projects, options = zip(*wandb.started, strict=True)
-    assert set(projects) == {"gdistill"} and options[0] == options[1]
-    assert options[0]["resume"] == "allow" and options[0]["name"] == "out"
-    assert options[2]["id"] != options[0]["id"]
-    steps = [step for step, values in wandb.logged[:-2] if "train/loss" in values]
-    assert steps == sorted(steps) and steps[-1] == 10
+    started = [call.kwargs for call in wandb.init.call_args_list]
+    assert started[0] == started[1] and started[2]["id"] != started[0]["id"]
+    assert started[0]["project"] == "gdistill" and started[0]["resume"] == "allow" and started[0]["name"] == "out"
+    logged = [call for call in wandb.init.return_value.log.call_args_list if "train/loss" in call.args[0]]
+    assert [call.kwargs["step"] for call in logged] == [1, 3, 4, 6, 9, 10, 1]
+    wandb.init.side_effect = RuntimeError("api_key not configured\nsee the manual")
     with pytest.raises(GdistillError, match=r"does not start.*api_key not configured") as caught:
         train(tiny_run(**WANDB), store, tmp_path / "refused")
     assert "manual" not in str(caught.value)
