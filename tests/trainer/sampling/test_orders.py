@@ -239,9 +239,9 @@ def test_gumbels_are_standard() -> None:
 
 
 def test_draws_of_a_block_are_named_by_positions_of_the_row(monkeypatch: Any) -> None:
-    """Else all blocks of a sample would share their draws."""
-    named: dict[str, set[int]] = {"tokens": set(), "order": set()}
-    choose = TokenRule.choose
+    """Else all blocks of a sample would share their draws, or their noise."""
+    named: dict[str, set[int]] = {"tokens": set(), "order": set(), "noise": set()}
+    choose, at = TokenRule.choose, RowNoise.at
 
     def spy_choose(self: TokenRule, log_probs: Tensor, keys: PositionKeys) -> Tensor:
         named["tokens"] |= set(keys.positions.tolist())
@@ -251,7 +251,12 @@ def test_draws_of_a_block_are_named_by_positions_of_the_row(monkeypatch: Any) ->
         named["order"] |= set(keys.positions.tolist())
         return gumbels(keys)
 
+    def spy_noise(self: RowNoise, rows: Tensor, positions: Tensor) -> Any:
+        named["noise"] |= set(positions.tolist())
+        return at(self, rows, positions)
+
     monkeypatch.setattr(TokenRule, "choose", spy_choose)
+    monkeypatch.setattr(RowNoise, "at", spy_noise)
     monkeypatch.setattr(orders, "gumbels", spy_gumbels)
     draw(tiny_student("bd3lm", block_size=4), BlockSampler(inner="confidence", nfe=3), IDS)
-    assert named["tokens"] == named["order"] == set(range(1, LENGTH))
+    assert named["tokens"] == named["order"] == named["noise"] == set(range(1, LENGTH))
