@@ -130,13 +130,14 @@ def test_the_noise_that_is_shown_is_the_engines(kind: str, begin: int, end: int,
     """Of an MDLM's open places; of heads' own tokens, and the last one that stands. By heat."""
     student, seen = make(f"{kind}, noise", tmp_path), []
     student.conditioner.register_forward_hook(lambda _, given, __: seen.append(given[:2]))
-    (prefix,) = prefixes()[2:3]
-    drafts_of(student).draft([prefix], 2)
-    ((noise, tau),) = seen
+    asked = prefixes()[1:3]
+    drafts_of(student).draft(asked, 2)
+    (_, cold), (noise, tau) = seen
+    prefix = asked[1]
     places = torch.arange(begin, end)
     expected = engine_gumbels(torch.full_like(places, prefix.seed), places - 1, 0, VOCAB)
     torch.testing.assert_close(-dense_arrivals(noise).log(), expected, rtol=1e-4, atol=1e-4)
-    assert (len(prefix.tokens), tau) == (4, prefix.temperature)
+    assert (len(prefix.tokens), cold, tau) == (4, 0.0, prefix.temperature)
 
 
 def test_what_an_engine_is_given_is_checked(tmp_path: Path) -> None:
