@@ -23,7 +23,7 @@ from tests.changed_settings import changed
 from tests.trainer.sampling_cases import LENGTH, draw, noise_for, open_rows, tiny_student
 from trainer.loading import generate
 from trainer.objective.batch import Places
-from trainer.objective.corruption import SCHEDULES
+from trainer.objective.corruption import RATE_SCHEDULE, SCHEDULES
 from trainer.sampling import fill
 from trainer.sampling.fill import AncestralSampler, Pass, Rows, Sampler, ancestral_steps
 from trainer.sampling.noise import RowNoise, SampleKeys
@@ -213,6 +213,8 @@ def test_steps_by_hand() -> None:
     assert times.tolist() == [1, 0.75, 0.5, 0.25, 0]
     uniform = torch.tensor([[0.9, 0.75, 0.6, 0.1, 0.3]], dtype=torch.float64)
     assert ancestral_steps(uniform, SCHEDULES["loglinear"], times).tolist() == [[1, 2, 2, 4, 3]]
+    uniform = torch.tensor([[0.7495]], dtype=torch.float64)  # 0.75 x 0.999 is below it, 0.75 is not
+    assert ancestral_steps(uniform, RATE_SCHEDULE, times).tolist() == [[2]], "relative to p(1) = 0.999"
     steps = torch.tensor([[0, 7, 3, 7, 9], [2, 2, 1, 5, 5], [0, 0, 0, 0, 0]])
     assert fill.dense_ranks(steps).tolist() == [[0, 2, 1, 2, 3], [2, 2, 1, 3, 3], [0, 0, 0, 0, 0]]
 
