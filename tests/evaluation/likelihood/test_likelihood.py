@@ -101,9 +101,8 @@ def test_prior_draws_average_likelihoods() -> None:
     # Whether a token is the most probable is asked of the first draw alone.
     best, last = [], where & (torch.arange(ROW.shape[1]) == 8)
     for draw in range(3):
-        noise = PriorRowNoise(student, torch.tensor([5]), ROW.shape[1], 1, draw)
-        masked = ROW.masked_fill(last, student.mask_id)
-        best.append(int(student.predict(masked, noise.embeddings(last))[0, 8].argmax()))  # type: ignore[operator]
+        noise = prior_noise(student, torch.tensor([5]), ROW.shape[1], 1, draw).embed(student, last, torch.arange(1))
+        best.append(int(predict(student, ROW.masked_fill(last, student.mask_id), noise)[0, 8].argmax()))
     likely = ROW.masked_fill(last, best[0])
     assert scorer(likely, [8], [5])[1] == [True] and len(set(best)) > 1
     blind = CompletionScorer(student, noise="none")
