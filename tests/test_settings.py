@@ -48,7 +48,7 @@ class Outer:
 
     name: Literal["a", "b"]
     other: str = "x"
-    place: Path | None = None
+    place: str | None = None
     sizes: tuple[int, ...] = (1, 2)
     on: bool = False
     inner: Inner = field(default_factory=Inner)
@@ -58,7 +58,7 @@ def test_one_declaration_is_the_table() -> None:
     assert dict(setting_lines(Outer, "top")) == {
         "top.name": ["top.name    (a | b, required)", "    Both words."],
         "top.other": ['top.other = "x"    (str)', "    Both words."],
-        "top.place": ["top.place = none    (Path | none)", "    Where, over two lines."],
+        "top.place": ["top.place = none    (str | none)", "    Where, over two lines."],
         "top.sizes": ["top.sizes = [1, 2]    (list of int)"],
         "top.on": ["top.on = false    (bool)"],
         "top.inner.share": ["top.inner.share = 0.5    (float in (0, 1])", "    A share."],
@@ -88,7 +88,7 @@ def test_a_bad_value_is_one_line(override: str, message: str) -> None:
 def test_values_are_read_as_toml_and_later_ones_win() -> None:
     words = ["inner.share=1", "sizes=[3]", "place=a/b", "other=b c"]
     made = resolve(Outer, {"name": "a", "inner": {"rows": 4}}, {"name": "b"}, overrides=words)
-    assert made == Outer("b", "b c", Path("a/b"), (3,), False, Inner(1.0, 4))
+    assert made == Outer("b", "b c", "a/b", (3,), False, Inner(1.0, 4))
     plain = json.loads(json.dumps(to_mapping(made)))
     assert resolve(Outer, plain) == made
     assert resolve(Outer, plain, overrides=["inner.rows=none"]).inner == Inner(1.0)

@@ -251,9 +251,9 @@ def test_draws_of_a_block_are_named_by_positions_of_the_row(monkeypatch: Any) ->
         named["order"] |= set(keys.positions.tolist())
         return gumbels(keys)
 
-    def spy_noise(self: RowNoise, rows: Tensor, positions: Tensor) -> Any:
-        named["noise"] |= set(positions.tolist())
-        return at(self, rows, positions)
+    def spy_noise(self: RowNoise, where: Any) -> Any:
+        named["noise"] |= set(Places.of(where).positions.tolist())
+        return at(self, where)
 
     monkeypatch.setattr(TokenRule, "choose", spy_choose)
     monkeypatch.setattr(RowNoise, "at", spy_noise)
