@@ -83,6 +83,9 @@ def test_drafts_depend_on_the_request_alone(kind: str, tmp_path: Path) -> None:
     if "medusa" not in kind:
         long = replace(asked[0], tokens=[1] * (65 if kind == "drafter" else 17))
         assert drafts_of(student).draft([long, asked[1]], 2) == [[], together[1]], "its rows end"
+        near = replace(asked[0], tokens=long.tokens[1:])
+        (alone,) = drafts_of(student).draft([near], 2)
+        assert drafts_of(student).draft([near, asked[1]], 2) == [alone, together[1]], "or are about to"
     drafter = drafts_of(student)
     drafter.draft(asked, 2)
     assert drafter.draft(asked[::-1], 2) == together[::-1], "rows go on in another order"
