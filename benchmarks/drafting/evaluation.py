@@ -126,6 +126,7 @@ def sampled_tree_proposer(drafter: Drafter | Counts, nodes: int, ranks: Sequence
     not step, the draws behind every path are the same, so it must not read the noise.
     """
     width = max(map(len, ranks))
+    assert width < 8, "a slot has seven uniforms to try draws with"
     assert isinstance(drafter, Counts) or drafter.steps or drafter.form.noise == "none"
     places: dict[tuple[int, ...], float] = {(): 1.0}  # a place is the ranks on the way to it
     for _ in range(nodes):
@@ -348,7 +349,7 @@ def _walk_rejecting(
         inner = now < drafts.logits.shape[1]
         law = drafts.logits[texts, now.clamp(max=drafts.logits.shape[1] - 1)].softmax(-1)
         q[:, drafts.ids] = law * inner[:, None]
-        follows = drafts.behind[texts, :, now] & (depth == slot + 1)
+        follows = drafts.behind[texts, :, now] & (depth == slot + 1) & going[:, None]
         chosen, met = now, torch.zeros_like(going)
         for number in range(int(follows.sum(1).max())):
             place = follows & (follows.cumsum(1) == number + 1)
