@@ -32,10 +32,10 @@ SIDES = {
     "tree of 16, steps while probable, blind": {"draft": "greedy", **PROBABLE},
 }
 COUNTED = {
-    "counts, tree of 4": {"tree": 4, "min_reach": 0.25},
-    "counts, tree of 8": {"tree": 8, "min_reach": 0.5},
-    "counts, tree of 16": {"tree": 16, "min_reach": 0.5},
-    "counts, tree of 8, blind": {"tree": 8, "min_reach": 0.5, "draft": "greedy"},
+    "counts, tree of 3": {"tree": 3, "min_reach": 0.25},
+    "counts, tree of 7": {"tree": 7, "min_reach": 0.5},
+    "counts, tree of 11": {"tree": 11, "min_reach": 0.5},
+    "counts, tree of 7, blind": {"tree": 7, "min_reach": 0.5, "draft": "greedy"},
 }
 """Sides whose drafts come from counts of a store's rows."""
 
