@@ -60,13 +60,9 @@ def run_jobs(jobs: Sequence[Job], num_parallel: int, report: Callable[[float, st
     ``report`` is told, a few times a second, how much of all is done (0 to 1), and what runs.
 
     Raises:
-        UsageError: For fewer than one job at a time.
         GdistillError: When a job fails: its name, its log and the last line it printed. The others
             are ended; what they finished stays, and the same call goes on.
     """
-    if num_parallel < 1:
-        remedy = "give the number of jobs that may run side by side"
-        raise UsageError("no job could run", got=num_parallel, expected="at least 1", remedy=remedy)
     threads = max(1, (os.cpu_count() or 1) // num_parallel)
     environment = os.environ | {"OMP_NUM_THREADS": str(threads)}
     waiting, running, finished = list(jobs), dict[Job, "subprocess.Popen[bytes]"](), 0

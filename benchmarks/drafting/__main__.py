@@ -27,7 +27,6 @@ from benchmarks.drafting.evaluation import (
     Propose,
     agreement,
     decode,
-    ngram_proposer,
     ngram_tree_proposer,
     pooled,
     proposer,
@@ -51,7 +50,7 @@ class Point:
     """A line of the table: a drafter, a rule, and how it drafts.
 
     Args:
-        drafter: A trained drafter, ``n-gram``, or a name of the settings' ``counts``.
+        drafter: A trained drafter, or a name of the settings' ``counts``.
         tree: Drafts of a tree and paths that its search follows; a chain without.
         blind: The tree is chosen without a look at the noise.
         ranks: Of a tree of draws, for the standard rule: how often the r-th draw is kept, a list
@@ -136,8 +135,6 @@ class Bench:
     @cache  # noqa: B019  (there is one bench in a process)
     def proposer(self, point: Point, seed: int, slots: int) -> Propose:
         """What drafts at a point."""
-        if point.drafter == "n-gram":
-            return ngram_proposer(self.tokens, slots)
         model = self.counts.get(point.drafter)
         drafter = Counts(model, slots) if model else self.drafter(point.drafter, seed, slots)
         if point.tree and point.ranks:

@@ -1,17 +1,15 @@
 """Drafting as it is served: draft, one pass of the target, keep what it keeps; and what that costs.
 
-Three rules keep the law of the target's text. *Coupled*: the target's token at a position is
-argmax(l + xi) with the drafter's own noise, drafts are kept while they are that token; the text is
-the target's sequential decode of the noise, token for token. *Quantile*: the same with one uniform
-a token; the target's own is that at quantile u of softmax(l). *Standard* (Leviathan et al., 2023;
-Chen et al., 2023): a draft d ~ q is kept with probability min(1, p(d) / q(d)), else a token of
-(p - q)+ takes its place; the noise is then the drafter's own matter.
+Three rules keep the law of the target's text. *Coupled*: the target's token at a position is argmax(l + xi) with the
+drafter's own noise, drafts are kept while they are that token; the text is the target's sequential decode of the noise.
+*Quantile*: the same with one uniform a token; the target's own is that at quantile u of softmax(l). *Standard* (Leviathan
+et al., 2023; Chen et al., 2023): a draft d ~ q is kept with probability min(1, p(d) / q(d)), else a token of (p - q)+
+takes its place; the noise is then the drafter's own matter.
 """
 
 from __future__ import annotations
 
 import time
-from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -68,13 +66,10 @@ def proposer(drafter: Drafter) -> Propose:
 def tree_proposer(drafter: Drafter, nodes: int, width: int, *, blind: bool = False, reach: float = 0.0) -> Propose:
     """A tree of the ``nodes`` drafts that the noise makes most probable, for the coupled rule.
 
-    With the noise known, softmax(l + xi) says how probable it is that each token wins the race of
-    its slot: next to 1 where the race is decided, near 1/2 for each of two where it is close. The
-    tree is grown slot by slot, the ``width`` most probable paths at each (EAGLE-2's search).
-    Of a drafter that does not step, a slot's logits are the same behind every path. Not for one
-    that reads uniforms.
-    ``blind``: the tree is chosen without a look at the noise, by softmax(l). ``reach``: a text takes
-    another step only where one of its paths is right with this probability.
+    With the noise known, softmax(l + xi) is how probable it is that each token wins the race of its slot. The tree is grown
+    slot by slot, the ``width`` most probable paths at each (EAGLE-2's search); of a drafter that does not step, a slot's
+    logits are the same behind every path. Not for one that reads uniforms. ``blind``: chosen without a look at the noise, by
+    softmax(l). ``reach``: a text takes another step only where one of its paths is right with this probability.
     """
 
     def propose(prefix: Prefix, xi: Tensor, text: Tensor) -> Drafts:
@@ -120,10 +115,9 @@ def tree_proposer(drafter: Drafter, nodes: int, width: int, *, blind: bool = Fal
 def sampled_tree_proposer(drafter: Drafter | Counts, nodes: int, ranks: Sequence[Sequence[float]]) -> Propose:
     """A tree of draws without replacement, for the recursive rejection rule.
 
-    Its shape is fixed: the ``nodes`` places that are most probable to be reached when the r-th
-    draw of a slot is kept with probability ``ranks[slot][r]`` (Sequoia, Chen et al., 2024). The
-    first draws of softmax(l) without replacement are the largest l + xi. Of a drafter that does
-    not step, the draws behind every path are the same, so it must not read the noise.
+    Its shape is fixed: the ``nodes`` places that are most probable to be reached when the r-th draw of a slot is kept with
+    probability ``ranks[slot][r]`` (Sequoia, Chen et al., 2024). The first draws of softmax(l) without replacement are the
+    largest l + xi. Of a drafter that does not step, those behind every path are the same: it must not read the noise.
     """
     width = max(map(len, ranks))
     assert width < 8, "a slot has seven uniforms to try draws with"
@@ -199,28 +193,6 @@ def ngram_tree_proposer(model: NGrams, slots: int, nodes: int, *, blind: bool = 
             for number, line in enumerate(tree.lines):
                 behind[row, number, line] = True
         return Drafts(tokens, behind=behind)
-
-    return propose
-
-
-def ngram_proposer(text: Int[Tensor, "n l"], slots: int) -> Propose:
-    """The most frequent next token behind the last 3, 2 or 1, ``slots`` times over."""
-    order, counts = 4, defaultdict[tuple[int, ...], Counter[int]](Counter)
-    for row in text.tolist():
-        for size in range(1, order):
-            for i in range(size, len(row)):
-                counts[tuple(row[i - size : i])][row[i]] += 1
-    best = {key: most.most_common(1)[0][0] for key, most in counts.items()}
-
-    def propose(prefix: Prefix, xi: Tensor, text: Tensor) -> Drafts:
-        drafts = []
-        for row, end in zip(text.tolist(), prefix.positions[:, 0].tolist(), strict=True):
-            known = row[max(0, end - order + 2) : end + 1]
-            for _ in range(slots):
-                tails = (tuple(known[-size:]) for size in range(order - 1, 0, -1))
-                known.append(next((best[tail] for tail in tails if tail in best), 1))
-            drafts.append(known[-slots:])
-        return Drafts(torch.tensor(drafts))
 
     return propose
 
@@ -336,9 +308,8 @@ def _walk_rejecting(
 ) -> tuple[Int[Tensor, "b k1"], Int[Tensor, "b"], Int[Tensor, "b k1"]]:
     """The path of the drafts that are kept, how many, and what takes the place of the next.
 
-    Recursive rejection (SpecInfer, Miao et al., 2024; without replacement, Jeon et al., 2024):
-    the draws behind a token are tried in turn, each against what those before it left of p, and
-    drawn from what they left of q. ``draw`` [b, k1, 8] are uniforms of the slots.
+    Recursive rejection (SpecInfer, Miao et al., 2024; without replacement, Jeon et al., 2024): draws are tried in turn, each
+    against what those before it left of p, and drawn from what they left of q. ``draw`` [b, k1, 8] are the slots' uniforms.
     """
     assert drafts.behind is not None and drafts.logits is not None and drafts.ids is not None
     depth, texts = drafts.behind.sum(-1) - 1, torch.arange(len(known))
@@ -417,9 +388,8 @@ def tokens_per_pass(parts: list[Decoded], under: list[Decoded] | None = None, dr
 def agreement(target: Target, drafter: Drafter, prompts: Int[Tensor, "n p"], seed: int) -> dict[str, float]:
     """How often a drafter that is given the true earlier tokens meets the target's token.
 
-    Mean over slots and texts of the target: 1 - TV, what rejection keeps; (1 - TV) / (1 + TV), the
-    least that argmax(l + xi) keeps; what it keeps; and how often the token is among the first
-    2 and 4 of the race, and of softmax(l) without a look at the noise.
+    Mean over slots and texts of the target: 1 - TV, what rejection keeps; (1 - TV) / (1 + TV), the least that argmax(l + xi)
+    keeps; what it keeps; how often the token is among the first 2 and 4 of the race, and of softmax(l).
     """
     p, k = prompts.shape[1], drafter.slots
     text = own_text(target, prompts, p + 32 + k, seed, 0)
@@ -448,8 +418,7 @@ def seconds(
 ) -> dict[str, float]:
     """Least seconds of a draft, or of a target's pass (no proposer) over so many rows, in turns.
 
-    Of processor time of the one thread that runs, so that other work on the machine, which takes
-    the processor away for longer than any of these last, counts little.
+    Of processor time of the one thread that runs: other work, which takes the processor away for longer, counts little.
     """
     tokens = prompt.expand(batch, -1)
     cache = Cache.empty(len(target.layers), target.shape, batch, 128)

@@ -35,7 +35,7 @@ def quality(
     extract: Annotated[str, typer.Option(help="More words of gdistill-extract.")] = "",
     judge: Annotated[Path | None, typer.Option(help="Causal model; not the teacher.")] = None,
     only: Annotated[str, typer.Option(help="Recipes whose name has this text.")] = "",
-    parallel: Annotated[int, typer.Option(help="Students trained side by side.")] = 2,
+    parallel: Annotated[int, typer.Option(min=1, help="Students trained side by side.")] = 2,
     overrides: Annotated[list[str] | None, typer.Option("--set", help="key=value")] = None,
 ) -> None:
     """Compare recipes; interrupted, the same command goes on."""

@@ -325,9 +325,6 @@ noise = "uniform"
 drafter = "uniform"
 rule = "quantile"
 [[point]]
-drafter = "n-gram"
-rule = "coupled"
-[[point]]
 drafter = "slots"
 rule = "coupled"
 [[point]]
@@ -363,7 +360,7 @@ slots = 2
     main(str(settings))
     report = json.loads((tmp_path / "results.json").read_text())
     lines = {line["name"]: line for line in report["lines"]}
-    assert len(lines) == 9
+    assert len(lines) == 8
     whole, stopped = (lines[f"steps, coupled, tree of 4{more}"] for more in ("", ", steps at 0.4"))
     assert whole["share_of_steps"] == 1 > stopped["share_of_steps"] >= 1 / 3
     assert stopped["draft_flops"] == pytest.approx(whole["draft_flops"] * stopped["share_of_steps"])
