@@ -2,9 +2,9 @@
 
 Three rules keep the law of the target's text. *Coupled*: the target's token at a position is argmax(l + xi) with the
 drafter's own noise, drafts are kept while they are that token; the text is the target's sequential decode of the noise.
-*Quantile*: the same with one uniform a token; the target's own is that at quantile u of softmax(l). *Standard* (Leviathan
-et al., 2023; Chen et al., 2023): a draft d ~ q is kept with probability min(1, p(d) / q(d)), else a token of (p - q)+
-takes its place; the noise is then the drafter's own matter.
+*Quantile*: the same with one uniform a token; the target's own is that at quantile u of softmax(l). *Standard*
+(Leviathan et al., 2023; Chen et al., 2023): a draft d ~ q is kept with probability min(1, p(d) / q(d)), else a token of
+(p - q)+ takes its place; the noise is then the drafter's own matter.
 """
 
 from __future__ import annotations
@@ -66,10 +66,10 @@ def proposer(drafter: Drafter) -> Propose:
 def tree_proposer(drafter: Drafter, nodes: int, width: int, *, blind: bool = False, reach: float = 0.0) -> Propose:
     """A tree of the ``nodes`` drafts that the noise makes most probable, for the coupled rule.
 
-    With the noise known, softmax(l + xi) is how probable it is that each token wins the race of its slot. The tree is grown
-    slot by slot, the ``width`` most probable paths at each (EAGLE-2's search); of a drafter that does not step, a slot's
-    logits are the same behind every path. Not for one that reads uniforms. ``blind``: chosen without a look at the noise, by
-    softmax(l). ``reach``: a text takes another step only where one of its paths is right with this probability.
+    With the noise known, softmax(l + xi) is how probable it is that each token wins the race of its slot. The tree is
+    grown slot by slot, the ``width`` most probable paths at each (EAGLE-2's search); of a drafter that does not step, a
+    slot's logits are the same behind every path. Not for one that reads uniforms. ``blind``: chosen without a look at
+    the noise, by softmax(l). ``reach``: a text takes another step only where a path of it is right with this chance.
     """
 
     def propose(prefix: Prefix, xi: Tensor, text: Tensor) -> Drafts:
@@ -115,9 +115,9 @@ def tree_proposer(drafter: Drafter, nodes: int, width: int, *, blind: bool = Fal
 def sampled_tree_proposer(drafter: Drafter | Counts, nodes: int, ranks: Sequence[Sequence[float]]) -> Propose:
     """A tree of draws without replacement, for the recursive rejection rule.
 
-    Its shape is fixed: the ``nodes`` places that are most probable to be reached when the r-th draw of a slot is kept with
-    probability ``ranks[slot][r]`` (Sequoia, Chen et al., 2024). The first draws of softmax(l) without replacement are the
-    largest l + xi. Of a drafter that does not step, those behind every path are the same: it must not read the noise.
+    Its shape is fixed: the ``nodes`` places that are most probable to be reached when the r-th draw of a slot is kept
+    with probability ``ranks[slot][r]`` (Sequoia, Chen et al., 2024). The first draws of softmax(l) without replacement
+    are the largest l + xi. A drafter that does not step must not read the noise: its draws are the same behind every path.
     """
     width = max(map(len, ranks))
     assert width < 8, "a slot has seven uniforms to try draws with"
@@ -308,8 +308,8 @@ def _walk_rejecting(
 ) -> tuple[Int[Tensor, "b k1"], Int[Tensor, "b"], Int[Tensor, "b k1"]]:
     """The path of the drafts that are kept, how many, and what takes the place of the next.
 
-    Recursive rejection (SpecInfer, Miao et al., 2024; without replacement, Jeon et al., 2024): draws are tried in turn, each
-    against what those before it left of p, and drawn from what they left of q. ``draw`` [b, k1, 8] are the slots' uniforms.
+    Recursive rejection (SpecInfer, Miao et al., 2024; without replacement, Jeon et al., 2024): draws are tried in turn,
+    each against what those before it left of p, and drawn from what they left of q. ``draw`` [b, k1, 8]: uniforms.
     """
     assert drafts.behind is not None and drafts.logits is not None and drafts.ids is not None
     depth, texts = drafts.behind.sum(-1) - 1, torch.arange(len(known))
@@ -388,8 +388,8 @@ def tokens_per_pass(parts: list[Decoded], under: list[Decoded] | None = None, dr
 def agreement(target: Target, drafter: Drafter, prompts: Int[Tensor, "n p"], seed: int) -> dict[str, float]:
     """How often a drafter that is given the true earlier tokens meets the target's token.
 
-    Mean over slots and texts of the target: 1 - TV, what rejection keeps; (1 - TV) / (1 + TV), the least that argmax(l + xi)
-    keeps; what it keeps; how often the token is among the first 2 and 4 of the race, and of softmax(l).
+    Mean over slots and texts of the target: 1 - TV, what rejection keeps; (1 - TV) / (1 + TV), the least that argmax(l
+    + xi) keeps; what it keeps; how often the token is among the first 2 and 4 of the race, and of softmax(l).
     """
     p, k = prompts.shape[1], drafter.slots
     text = own_text(target, prompts, p + 32 + k, seed, 0)

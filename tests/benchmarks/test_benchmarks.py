@@ -117,8 +117,6 @@ def test_a_job_that_fails_ends_all_with_its_last_line(scripts: Path) -> None:
     assert caught.value.where.endswith("bad.log")
     with pytest.raises(GdistillError, match="exit code 3"):
         run_visibly("bad", ("bad",))
-    with pytest.raises(UsageError, match="at least 1"):
-        run_jobs([job(scripts, "good")], 0, lambda *_: None)
     with pytest.raises(UsageError, match="gdistill-nothing"):
         script("gdistill-nothing")
 
