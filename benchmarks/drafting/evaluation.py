@@ -117,7 +117,7 @@ def sampled_tree_proposer(drafter: Drafter | Counts, nodes: int, ranks: Sequence
 
     Its shape is fixed: the ``nodes`` places that are most probable to be reached when the r-th draw of a slot is kept
     with probability ``ranks[slot][r]`` (Sequoia, Chen et al., 2024). The first draws of softmax(l) without replacement
-    are the largest l + xi. A drafter that does not step must not read the noise: its draws are the same behind every path.
+    are the largest l + xi. A drafter that does not step must not read the noise: its draws are alike behind all paths.
     """
     width = max(map(len, ranks))
     assert width < 8, "a slot has seven uniforms to try draws with"
