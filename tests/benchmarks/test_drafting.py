@@ -231,14 +231,14 @@ def test_a_rule_keeps_the_law(form: Form | str, tmp_path: Path) -> None:
         propose = proposer(trained(form if isinstance(form, Form) else FORMS[-1], target, 4))
     elif form == "counts":
         text = torch.randint(4, (9, 9), generator=torch.Generator().manual_seed(19))
-        propose = sampled_tree_proposer(Counts(NGrams(text.numpy(), 5), SLOTS), 9, [[0.5, 0.4, 0.2], [0.5, 0.3]])
+        propose = sampled_tree_proposer(Counts(NGrams(text.numpy(), 5), SLOTS), 30, [[0.5, 0.4, 0.3, 0.2]])
     else:
         drafter = trained(FORMS[form == "tree of slots"], target, 4)
         drafter.norms[0].weight.data *= 3  # it is too sure, so that many draws are refused
         propose = sampled_tree_proposer(drafter, 9, [[0.5, 0.4, 0.2], [0.5, 0.3]])
     rows = prompt.expand(count, -1)
     rule = "quantile" if form == "quantile" else "standard"
-    found = decode(target, propose, rows, 3, SLOTS, rule, 11, room=11)
+    found = decode(target, propose, rows, 3, SLOTS, rule, 11, room=32)
     every = torch.cartesian_prod(*[torch.arange(5)] * 3)
     logits = target.read(torch.cat([prompt.expand(125, -1), every], 1))[0].log_softmax(-1)
     exact = logits[:, 2:5].gather(-1, every[..., None]).sum((1, 2)).exp().double()
