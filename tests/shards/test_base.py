@@ -15,7 +15,7 @@ from threading import Barrier
 import pytest
 
 from shards import atomic, settings
-from shards.atomic import discard_leftovers, exclusive, file_claim, is_held, write_bytes_atomic
+from shards.atomic import discard_leftovers, exclusive, file_claim, is_held, whole_lines, write_bytes_atomic
 from shards.console import progress_bar
 from shards.errors import GdistillError, Stopped, StopRequest, UsageError
 from shards.settings import code_version as stamp
@@ -60,6 +60,16 @@ def synced(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
 
     monkeypatch.setattr(os, "fsync", record)
     return paths
+
+
+def test_a_line_that_a_kill_cut_short_is_cut_off(tmp_path: Path) -> None:
+    """From what is read and from the file, so that the next line does not go on behind it."""
+    log = tmp_path / "log"
+    for data, lines in ((b"", []), (b"a", []), (b"a\nbc\n", [b"a", b"bc"]), (b"a\nbc\nd", [b"a", b"bc"])):
+        log.write_bytes(data)
+        assert whole_lines(log) == lines
+        assert log.read_bytes() == b"".join(line + b"\n" for line in lines)
+    assert whole_lines(tmp_path / "none") == []
 
 
 def test_every_created_folder_is_synced_into_its_parent(tmp_path: Path, synced: list[Path]) -> None:
