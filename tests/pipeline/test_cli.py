@@ -465,7 +465,7 @@ def test_a_model_that_writes_no_text_is_refused(tmp_path: Path, corpus: Path, co
 def test_a_plan_by_hand_loads_no_teacher_and_writes_nothing(
     tmp_path: Path, asked: Asked, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Teacher, "load", lambda *_, **__: pytest.fail("the teacher was loaded"))
+    monkeypatch.setattr("pipeline.teacher.load_causal_model", lambda *_, **__: pytest.fail("the teacher was loaded"))
     monkeypatch.setattr("pipeline.plan.measured_bytes_per_token", lambda *_: 50.0)
     plan = planned(tmp_path / "out", asked(), rate=1000.0, tokens=7_200_001.0, price=3.0)
     assert not (tmp_path / "out").exists()

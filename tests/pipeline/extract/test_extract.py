@@ -97,7 +97,7 @@ def test_a_rerun_loads_no_weights_and_repairs_a_damaged_head(
     run(tmp_path, given)
     before, written = contents(tmp_path / "store"), times(tmp_path)
     with monkeypatch.context() as patch:
-        patch.setattr(Teacher, "load", lambda *_, **__: pytest.fail("the teacher was loaded"))
+        patch.setattr("pipeline.teacher.load_causal_model", lambda *_, **__: pytest.fail("the teacher was loaded"))
         run(tmp_path, given)
     assert times(tmp_path) == written
     head = next(name for name in before if name.startswith("resources/lm_head/c/"))
