@@ -229,6 +229,14 @@ def test_tokenizer_of_another_vocabulary_is_refused() -> None:
             check_vocabulary(num_logits, vocab_size, "too narrow, too wide")
 
 
+def test_without_a_tokenizer_every_logit_is_a_token(tmp_path: Path) -> None:
+    folder = save(tmp_path / "model", "qwen2")
+    assert load(folder).vocab_size < PADDED
+    for file in folder.glob("*token*"):
+        file.unlink()
+    assert load(folder).vocab_size == load(folder).log_probs(random_rows()).shape[-1] == PADDED
+
+
 def test_a_device_that_is_not_there_is_refused() -> None:
     for name, message in (
         (f"cuda:{torch.cuda.device_count()}", "no such GPU"),
