@@ -329,14 +329,12 @@ def _resources(
 
     A finished store needs no teacher; ``teacher()`` is asked for its head where there is none.
     """
-    try:
+    # Where there is no store yet, or a damaged one, the writer, which opens next, decides: it writes altered
+    # resources anew and refuses a damaged manifest.
+    with suppress(GdistillError):
         store = ShardStore.open(request.store, allow_incomplete=True)
         if store.manifest.difference(replace(manifest, files=store.manifest.files)) is None:
             return {name: tensor.numpy() for name, tensor in store.resources.items()}
-    except GdistillError:
-        # No store yet, or a damaged one. The writer opens next: it writes altered resources anew
-        # and refuses a damaged manifest.
-        pass
     resources: dict[str, np.ndarray] = {}
     for name in request.codec.resource_names:
         if name == "unigram_log_probs":
