@@ -367,6 +367,11 @@ def pretend_cuda() -> Iterator[None]:
     """A process with one device cuda:0 while the context lasts; counts from zero."""
     torch._C._ensureCUDADeviceGuardSet()
     WAITS.clear()
+    # At its first use torch's device context keeps a list of all that makes tensors. It must not
+    # find our ``torch.tensor``: transformers would not see its meta device, and would load a model
+    # with rotary frequencies that nobody wrote.
+    with torch.device("meta"):
+        assert torch.tensor([]).is_meta
     with ExitStack() as stack:
         for owner, name, value in _patches():
             stack.enter_context(mock.patch.object(owner, name, value))
