@@ -48,7 +48,7 @@ from shards.console import Bar
 from shards.language_model.forward import BatchSize, resolve_device
 from shards.language_model.loading import find_pretrained
 from shards.store.manifest import Manifest
-from shards.store.writer import ShardWriter
+from shards.store.store import ShardWriter
 
 SHAPES = {
     "gpt2-small": {"n_layer": 12, "n_head": 12, "n_embd": 768},

@@ -12,8 +12,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from shards.codec.protocol import Codec, TeacherOutput, codec_parameters, make_codec
 from shards.store.manifest import Manifest
-from shards.store.store import ShardStore
-from shards.store.writer import ShardWriter
+from shards.store.store import ShardStore, ShardWriter
 from shards.stream.stream import RowBatch
 from trainer.objective.batch import Batch, BatchMaker, StoredRowNoise
 from trainer.students.registry import STUDENTS, Student, StudentSettings

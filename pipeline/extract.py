@@ -39,7 +39,7 @@ from shards.errors import Stopped, StopRequest, UsageError
 from shards.language_model.forward import BatchSize, in_batches, is_out_of_memory, largest_batch, require_indexable
 from shards.noise.philox import noise_kernel
 from shards.store.manifest import Manifest, ShardRange, read_ways, record_ways
-from shards.store.writer import ShardWriter
+from shards.store.store import ShardWriter
 
 Note = Callable[[str], None]
 ReadRows = Callable[[str, int, int, Note], np.ndarray]

@@ -34,8 +34,7 @@ from shards.language_model.loading import PretrainedFiles, find_pretrained, look
 from shards.noise.philox import use_noise_kernel
 from shards.store.location import open_location
 from shards.store.manifest import COUNTED, MANIFEST_FILE, STORE_ARRAYS, Manifest
-from shards.store.store import ShardStore
-from shards.store.writer import ShardWriter
+from shards.store.store import ShardStore, ShardWriter
 from shards.stream.stream import MIXED_CHUNK_BYTES
 
 MOST_OTHER_TOKENS = 0.01

@@ -20,8 +20,7 @@ from shards.noise.philox import PositionKeys
 from shards.store.layout import RESOURCES
 from shards.store.location import Location
 from shards.store.manifest import STORE_ARRAYS, ShardRange, read_ways, record_ways
-from shards.store.store import ShardStore
-from shards.store.writer import ShardWriter
+from shards.store.store import ShardStore, ShardWriter
 
 Rows = dict[str, np.ndarray]
 POSITIONS_AT_ONCE = 1 << 22

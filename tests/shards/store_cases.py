@@ -12,8 +12,7 @@ import torch
 
 from shards.codec.protocol import Codec, TeacherOutput, codec_parameters, make_codec
 from shards.store.manifest import Manifest, ShardRange
-from shards.store.store import ShardStore
-from shards.store.writer import ShardWriter
+from shards.store.store import ShardStore, ShardWriter
 
 VOCAB, LENGTH, KEPT, HIDDEN = 50, 6, 3, 6
 SPLITS = {"train": 28, "validation": 5}

@@ -14,8 +14,7 @@ from transformers import PreTrainedTokenizerFast
 
 from shards.codec.protocol import TeacherOutput, codec_parameters, make_codec
 from shards.store.manifest import Manifest
-from shards.store.store import ShardStore
-from shards.store.writer import ShardWriter
+from shards.store.store import ShardStore, ShardWriter
 from shards.stream.stream import ShardStream
 from trainer.objective.batch import Batch, BatchMaker
 from trainer.students.registry import Student

@@ -113,7 +113,7 @@ class NGrams:
             cost, number = heappop(waiting)
             num_found += number > 0
             line = tree.lines[number]
-            if len(line) > len(weights):
+            if num_found == size or len(line) > len(weights):
                 continue
             law = self.probabilities([*known, *(tree.tokens[other] for other in line[1:])])
             race = (law if tau == 1 else law ** (1 / tau)) * weights[len(line) - 1]

@@ -28,9 +28,8 @@ from shards.noise.embedding import dense_arrivals
 from shards.noise.gumbel import gumbel_argmax
 from shards.store.location import open_location
 from shards.store.manifest import COMPUTED_FILE, read_ways, record_ways
-from shards.store.store import ShardStore
+from shards.store.store import ShardStore, ShardWriter
 from shards.store.verification import verify
-from shards.store.writer import ShardWriter
 from tests.changed_settings import changed
 from tests.pipeline import extract_cases
 from tests.pipeline.conftest import Asked

@@ -22,9 +22,8 @@ from pipeline.settings import Worker, resolve_request
 from pipeline.teacher import RawLogits, Teacher
 from shards.errors import GdistillError, StopRequest, UsageError
 from shards.store.location import LocalLocation
-from shards.store.store import ShardStore
+from shards.store.store import ShardStore, ShardWriter
 from shards.store.verification import verify
-from shards.store.writer import ShardWriter
 from tests.pipeline.conftest import Asked
 from tests.pipeline.extract_cases import ROW_LENGTH, contents, run, times
 

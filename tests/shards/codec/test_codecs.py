@@ -29,7 +29,7 @@ from shards.noise import order_statistics as statistics
 from shards.noise.embedding import Noise, dense_arrivals
 from shards.noise.gumbel import KeyedPosterior, gumbel_argmax
 from shards.noise.philox import PositionKeys
-from shards.store.writer import ShardWriter
+from shards.store.store import ShardWriter
 from shards.testing import check_codec
 from tests.shards.store_cases import make_arrays, make_manifest
 

@@ -8,9 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from shards.store.store import ShardStore
+from shards.store.store import ShardStore, ShardWriter
 from shards.store.verification import verify
-from shards.store.writer import ShardWriter
 from tests.shards.old_stores.write_old_stores import CODECS, SPLITS, decoded, teacher
 
 STORES = sorted(Path(__file__).parent.glob("*/*.tar.xz"))

@@ -21,9 +21,8 @@ import pytest
 
 from shards.errors import GdistillError, IntegrityError, UsageError
 from shards.store.manifest import FORMAT_VERSION, seal
-from shards.store.store import ShardStore
+from shards.store.store import ShardStore, ShardWriter
 from shards.store.verification import forget, verify
-from shards.store.writer import ShardWriter
 from tests.shards import store_cases as cases
 
 

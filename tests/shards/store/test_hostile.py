@@ -26,8 +26,8 @@ from shards.errors import GdistillError, UsageError, path_inside, safe_name
 from shards.store.layout import encode_shard
 from shards.store.location import open_location
 from shards.store.manifest import read_ways, seal
+from shards.store.store import ShardWriter
 from shards.store.verification import Description, forget, verify
-from shards.store.writer import ShardWriter
 from shards.stream.dataset import OpenStore, open_store
 from tests.shards.store_cases import KEPT, VOCAB, file_bytes, make_arrays, write_store
 

@@ -14,9 +14,8 @@ from shards.codec.protocol import make_codec
 from shards.errors import GdistillError, IntegrityError, UsageError
 from shards.store.location import LocalLocation
 from shards.store.manifest import read_record
-from shards.store.store import ShardStore
+from shards.store.store import ShardStore, ShardWriter
 from shards.store.verification import verify
-from shards.store.writer import ShardWriter
 from tests.shards import store_cases as cases
 
 WINDOWS = [(0, 28), (3, 4), (3, 17), (27, 28)]
