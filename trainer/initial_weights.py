@@ -257,7 +257,7 @@ def adopt_language_model(student: Student, files: PretrainedFiles, store: ShardS
         raise does_not_fit("tokenizer", got, f"{ours!r}, as in the store")
     if files.context_length is not None and files.context_length < length:
         raise does_not_fit("rows", length, f"at most {files.context_length} tokens")
-    window = attention_window(files)
+    window = attention_window(files.text_config)
     if window is not None and window < length:
         got = f"a sliding window of {window} tokens, which a student would lift"
         raise does_not_fit("attention", got, f"at least the {length} of a row")

@@ -32,7 +32,7 @@ SIDES = {
     "tree of 16, steps while probable, blind": {"draft": "greedy", **PROBABLE},
 }
 COUNTED = {
-    "counts, tree of 3": {"tree": 3, "min_reach": 0.25},
+    "counts, tree of 5": {"tree": 5, "min_reach": 0.4},
     "counts, tree of 7": {"tree": 7, "min_reach": 0.5},
     "counts, tree of 11": {"tree": 11, "min_reach": 0.5},
     "counts, tree of 7, blind": {"tree": 7, "min_reach": 0.5, "draft": "greedy"},

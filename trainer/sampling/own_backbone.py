@@ -38,26 +38,23 @@ from trainer.objective.batch import Places
 from trainer.sampling.coupled import VerifiedRows, VerifiedSampler
 from trainer.sampling.fill import Pass
 from trainer.sampling.ngrams import ORDER, ngrams_of
-from trainer.sampling.noise import MOST_ELEMENTS, RowNoise, SampleKeys
+from trainer.sampling.noise import MOST_ELEMENTS, RowNoise, SampleKeys, position_chunks
 from trainer.sampling.trees import Tree, TreeReader, flags
 from trainer.sampling.verifier import CausalReader, Verifier
-from trainer.students.backbone import BackboneStudent
+from trainer.students.backbone import BackboneStudent, attention_window
 from trainer.students.registry import Drafter, Medusa, Student
 
 EPSILON, DELTA = 0.1, 1.0
 
 
-def own_verifier(student: BackboneStudent) -> Verifier:
-    """The student's own backbone."""
+def own_verifier(student: Student, kind: type, label: str, words: str) -> Verifier:
+    """The student's own backbone; a UsageError for a student that is not of the sampler's kind."""
+    if not (isinstance(student, BackboneStudent) and isinstance(student, kind)):
+        what, expected = f"the {label} sampler needs {words}", f"a {kind.__name__} student"
+        got, remedy = type(student).__name__, "use --sampler coupled with --verifier"
+        raise UsageError(what, where="sampler", got=got, expected=expected, remedy=remedy)
     backbone = student.language_model
     return Verifier(backbone.network, backbone.vocab_size, backbone.context_length)
-
-
-def wrong_student(label: str, words: str, student: Student, kind: type) -> UsageError:
-    """For a student that is not of the sampler's kind."""
-    what, expected = f"the {label} sampler needs {words}", f"a {kind.__name__} student"
-    got, remedy = type(student).__name__, "use --sampler coupled with --verifier"
-    return UsageError(what, where="sampler", got=got, expected=expected, remedy=remedy)
 
 
 class MedusaRows(VerifiedRows):
@@ -146,9 +143,7 @@ class MedusaSampler(VerifiedSampler):
 
     def load(self, student: Student) -> Verifier:
         """See :class:`VerifiedSampler`."""
-        if not isinstance(student, Medusa):
-            raise wrong_student("medusa", "heads on a backbone", student, Medusa)
-        return own_verifier(student)
+        return own_verifier(student, Medusa, self.label, "heads on a backbone")
 
     def settled(self, student: Student) -> MedusaSampler:
         """The same sampler with look-ahead and ``draft`` written out."""
@@ -235,10 +230,9 @@ class TreeRows(VerifiedRows):
         """See :class:`Rows`."""
         super().start()
         self.model = DraftModel(self.student)
-        sizes = self.student.config.vocab_size, len(self.active), self.student.device
-        self.drafter = CausalReader(self.model, *sizes)
-        self.rule = self.sampler.rule
         place, size = self.sampler.ngrams, self.student.config.vocab_size
+        self.drafter = CausalReader(self.model, size, len(self.active), self.student.device)
+        self.rule = self.sampler.rule
         self.ngrams = ngrams_of(place, size) if place else None
         self.xi, self.weights, self.ready = torch.empty(0), torch.empty(0), 0
 
@@ -291,6 +285,7 @@ class TreeRows(VerifiedRows):
             reader.keeps_hidden = True
             reader.next_logits(self.tokens[self.active], first, 1)
             assert reader.hidden is not None
+            reader.positions = first[:, None] - 1
             return reader.hidden
 
     def kept(self, logits: Float[Tensor, "*n v"]) -> Float[Tensor, "*n v"]:
@@ -345,8 +340,9 @@ class TreeRows(VerifiedRows):
                 column = int(first[row] - self.origin[row])
                 weights = self.weights[row, column : column + depth].cpu().numpy()
             known = self.tokens[self.active[row], max(0, int(first[row]) - ORDER) : first[row]].tolist()
-            limits = sampler.tree, sampler.width, sampler.floor
-            trees.append(self.ngrams.grow(tree, known, weights, sampler.tau, *limits))
+            trees.append(
+                self.ngrams.grow(tree, known, weights, sampler.tau, sampler.tree, sampler.width, sampler.floor)
+            )
         return trees
 
     def step(self, slots: list[dict[int, int]], places: Int[Tensor, "m"], known: int) -> Float[Tensor, "m tips v"]:
@@ -374,34 +370,32 @@ class TreeRows(VerifiedRows):
 
     def accept(self, states: Float[Tensor, "m n1 d"], part: Pass) -> tuple[Places, Tensor]:
         """The backbone's own draws along the trees, up to and with the first that leaves each."""
-        first = part.places.positions
-        column, device = first - self.origin, first.device
-        paths, own, going = [[0] for _ in self.trees], [list[int]() for _ in self.trees], [*range(len(self.trees))]
-        while going:
-            rows, ends = (torch.tensor(x, device=device) for x in (going, [paths[row][-1] for row in going]))
-            depth = len(own[going[0]])
+        first, device, size = part.places.positions, part.places.positions.device, states.shape[1]
+        rows = torch.arange(len(first), device=device).repeat_interleave(size)
+        columns = (self.reader.positions + 1 - self.origin[:, None]).flatten()
+        states, drawn = states.flatten(0, 1), list[int]()
+        # All drafts at once: the output layer is read once, and the host waits once.
+        for chunk in position_chunks(len(states), self.student.config.vocab_size, device):
             with torch.autocast(device.type, enabled=False):
-                logits = self.student.language_model.logits(states[rows, ends]).float()
-            race = self.kept(logits).double() + self.xi[rows, column[rows] + depth]
-            left = []
-            for row, token in zip(going, race.argmax(dim=-1).tolist(), strict=True):
-                own[row].append(token)
-                number = self.trees[row].numbers.get((paths[row][-1], token))
-                if number is not None:
-                    paths[row].append(number)
-                    left.append(row)
-            going = left
+                logits = self.student.language_model.logits(states[chunk]).float()
+            race = self.kept(logits).double() + self.xi[rows[chunk], columns[chunk]]
+            drawn += race.argmax(dim=-1).tolist()
+        paths, own = [], []
+        for row, tree in enumerate(self.trees):
+            path, draws = [0], drawn[row * size : (row + 1) * size]
+            while (number := tree.numbers.get((path[-1], draws[path[-1]]))) is not None:
+                path.append(number)
+            paths.append(path)
+            own.append([draws[number] for number in path])
         if self.reader.num_read:
             self.reader.follow(paths)
         counts = torch.tensor([*map(len, own)], device=device)
         self.ready -= max(map(len, own))
-        deepest = torch.tensor([tree.depth for tree in self.trees], device=device)
-        self.rounds.append((self.active, deepest, counts))
+        self.rounds.append((self.active, torch.tensor([tree.depth for tree in self.trees], device=device), counts))
         self.first[self.active] += counts
-        row = torch.arange(len(own), device=device).repeat_interleave(counts)
-        column = [column for tokens in own for column in range(len(tokens))]
-        places = Places(self.active[row], first[row] + torch.tensor(column, device=device))
-        return places, torch.tensor([token for tokens in own for token in tokens], device=device)
+        found = [(row, depth, token) for row, tokens in enumerate(own) for depth, token in enumerate(tokens)]
+        row, depth, token = torch.tensor(found, device=device).unbind(1)
+        return Places(self.active[row], first[row] + depth), token
 
     def finish(self) -> None:
         """See :class:`VerifiedRows`; a draft that is reached and agrees is accepted."""
@@ -454,9 +448,7 @@ class DrafterSampler(VerifiedSampler):
 
     def load(self, student: Student) -> Verifier:
         """See :class:`VerifiedSampler`."""
-        if not isinstance(student, Drafter):
-            raise wrong_student("drafter", "a layer beside a backbone", student, Drafter)
-        return own_verifier(student)
+        return own_verifier(student, Drafter, self.label, "layers beside a backbone")
 
     def check(self, student: Student, tokens: Int[Tensor, "b l"]) -> None:
         """See :class:`VerifiedSampler`; also rows longer than the backbone's attention window:
@@ -465,8 +457,7 @@ class DrafterSampler(VerifiedSampler):
         super().check(student, tokens)
         if self.ngrams:
             ngrams_of(self.ngrams, student.config.vocab_size)
-        config = student.language_model.files.text_config  # type: ignore[union-attr]
-        window = attention_window(config)
+        window = attention_window(student.language_model.files.text_config)  # type: ignore[union-attr]
         if window is not None and window < tokens.shape[1]:
             what = "the rows are longer than the backbone's attention window"
             got, expected = f"{tokens.shape[1]} tokens", f"at most {window}"
@@ -480,11 +471,3 @@ class DrafterSampler(VerifiedSampler):
     def start(self, student: Student, tokens: Int[Tensor, "b l"], noise: RowNoise, keys: SampleKeys) -> TreeRows:
         """See :class:`Sampler`."""
         return TreeRows(self, student, tokens, noise, keys)
-
-
-def attention_window(config: Any) -> int | None:
-    """Tokens that a layer of a language model sees at most; None where all see the whole row."""
-    is_local = "local" in getattr(config, "attention_layers", ())  # GPT-Neo
-    names = ("sliding_window", "attention_chunk_size", *(["window_size"] if is_local else []))
-    found = [getattr(config, name, None) for name in names]
-    return min((window for window in found if isinstance(window, int)), default=None)

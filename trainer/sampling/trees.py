@@ -80,6 +80,7 @@ class TreeReader(CausalReader):
 
     Attributes:
         num_read: Tokens of a tree of which nobody has said yet what is kept.
+        positions: [B, n] of the tokens of the trees that were read last.
     """
 
     num_read = 0
@@ -87,8 +88,6 @@ class TreeReader(CausalReader):
     @torch.no_grad()
     def read_trees(self, trees: list[Tree], first: Int[Tensor, "b"]) -> Float[Tensor, "b n d"]:
         """Hidden states behind the tokens of each row's tree, by number; smaller trees are filled up.
-
-        Of most of them nobody asks for the logits.
 
         Args:
             trees: Number 0 of each is the row's last known token.
@@ -104,9 +103,10 @@ class TreeReader(CausalReader):
             behind.append(flags(tree.lines, size) + [[True] * size] * missing)
         seen = torch.tensor(behind, device=first.device)
         seen = torch.cat((self.known()[:, None].expand(-1, size, -1), seen), dim=-1)
+        self.positions = torch.tensor(depths, device=first.device) + (first[:, None] - 1)
         return self.model.base_model(
             input_ids=torch.tensor(tokens, device=first.device),
-            position_ids=torch.tensor(depths, device=first.device) + (first[:, None] - 1),
+            position_ids=self.positions,
             attention_mask=attention_mask(self.model, seen),
             past_key_values=self.cache,
             use_cache=True,

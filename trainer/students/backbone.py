@@ -102,12 +102,16 @@ class FrozenBackbone:
         raise UsageError(what, where=f"backbone, {self.files.name}", got=got, expected=expected)
 
 
-def attention_window(files: PretrainedFiles) -> int | None:
-    """Tokens that a layer with a sliding window attends to; None where no layer has one."""
-    config = files.text_config
-    window, layers = getattr(config, "sliding_window", None), getattr(config, "layer_types", None)
-    is_used = isinstance(window, int) and (layers is None or "sliding_attention" in layers)
-    return window if is_used else None
+def attention_window(config: Any) -> int | None:
+    """Tokens that a layer of a language model sees at most; None where all see the whole row."""
+    kinds = getattr(config, "layer_types", None)
+    is_used = {
+        "sliding_window": kinds is None or "sliding_attention" in kinds,
+        "attention_chunk_size": True,
+        "window_size": "local" in getattr(config, "attention_layers", ()),  # GPT-Neo
+    }
+    found = [getattr(config, name, None) for name, used in is_used.items() if used]
+    return min((window for window in found if isinstance(window, int)), default=None)
 
 
 def load_backbone(location: str | Path, vocab_size: int, dtype: DtypeName) -> FrozenBackbone:

@@ -22,7 +22,7 @@ from trainer.sampling.coupled import CoupledSampler
 from trainer.sampling.fill import StopRule
 from trainer.sampling.noise import TokenRule
 from trainer.sampling.registry import make_sampler
-from trainer.sampling.verifier import CausalReader
+from trainer.sampling.verifier import CausalReader, Verifier
 from trainer.students.registry import Student
 from trainer.training.settings import build_student
 
@@ -78,6 +78,18 @@ def test_other_verifiers(model: Any, tmp_path: Path) -> None:
     tokens = prompts(student, LENGTH)
     result = draw(student, CoupledSampler(verifier=str(tmp_path), max_lookahead=3), IDS, tokens)
     assert torch.equal(result.tokens, own_decode(model, tokens, IDS, VOCAB)[0])
+
+
+def test_the_layout_for_few_rows_changes_no_weight() -> None:
+    """Linear layers by columns; the embedding, which was the output layer as well, by rows as before."""
+    model, tokens = tiny_gpt2(), torch.arange(5)[None] % VOCAB
+    before, logits = {name: weight.clone() for name, weight in model.state_dict().items()}, model(tokens).logits
+    for _ in range(2):
+        verifier = Verifier(model, VOCAB)
+    assert all(torch.equal(weight, before[name]) for name, weight in model.state_dict().items())
+    assert model.lm_head.weight.t().is_contiguous() and model.transformer.wte.weight.is_contiguous()
+    torch.testing.assert_close(model(tokens).logits, logits, rtol=1e-5, atol=1e-5)
+    assert verifier.weights_sha256 == Verifier(tiny_gpt2(), VOCAB).weights_sha256
 
 
 def test_a_perfect_draft_is_kept_whole(verifier: str, monkeypatch: pytest.MonkeyPatch) -> None:

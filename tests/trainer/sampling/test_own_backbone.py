@@ -358,7 +358,7 @@ def test_what_does_not_fit_is_named(tmp_path: Path) -> None:
         ("medusa", other, None, "needs heads on a backbone"),
         ("medusa", heads, open_rows(heads, 5, 65), "shorter rows"),
         ("medusa", heads, holed, "behind positions to fill"),
-        ("drafter", other, None, "needs a layer beside a backbone"),
+        ("drafter", other, None, "needs layers beside a backbone"),
         ("drafter", layer, open_rows(layer, 5, 65), "reads shorter rows"),
     ):
         with pytest.raises(UsageError, match=message):
