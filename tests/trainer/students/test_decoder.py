@@ -7,6 +7,7 @@ import json
 import shutil
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,6 +26,7 @@ from tests.trainer.run_cases import LENGTH, first_batch, tiny_run, write_store
 from tests.trainer.students.student_cases import row_noise
 from trainer.initial_weights import find_source, network_settings
 from trainer.loading import load_student
+from trainer.students.backbone import attention_window
 from trainer.students.configuration import NoiseSettings
 from trainer.students.decoder import DecoderBackbone
 from trainer.students.dit import causal_attention, full_attention
@@ -305,6 +307,22 @@ HEADS: dict[str, Any] = {**SIZES, "num_attention_heads": 2, "intermediate_size":
 
 def windowed(window: int) -> Any:
     return AutoConfig.for_model("mistral", **HEADS, num_key_value_heads=2, sliding_window=window)
+
+
+WINDOWS: tuple[tuple[dict[str, Any], int | None], ...] = (
+    ({"sliding_window": 6}, 6),
+    ({"sliding_window": 6, "layer_types": ["full_attention", "sliding_attention"]}, 6),
+    ({"sliding_window": 6, "layer_types": ["full_attention"]}, None),
+    ({"sliding_window": None}, None),
+    ({"window_size": 5, "attention_layers": ["global", "local"]}, 5),
+    ({"window_size": 5, "attention_layers": ["global"]}, None),
+    ({"sliding_window": 6, "attention_chunk_size": 4}, 4),
+)
+
+
+def test_the_shortest_window_that_a_layer_has() -> None:
+    for settings, window in WINDOWS:
+        assert attention_window(SimpleNamespace(**settings)) == window, settings
 
 
 FITS = "a limit as long as the row is none"
