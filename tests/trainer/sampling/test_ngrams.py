@@ -55,6 +55,8 @@ def test_the_search_finds_the_most_probable_drafts() -> None:
             assert found == set(sorted(chances, key=chances.__getitem__, reverse=True)[:7])
             some = model.grow(Tree(1), [0, 1], weights.astype(np.float32), tau, 6, 5, np.log(0.2))
             assert len(some.tokens) == sum(chances[line] > 0.2 for line in found)
+            chain = model.grow(Tree(1), [0, 1], weights.astype(np.float32), tau, 2, 1, -np.inf)
+            assert len(chain.tokens) == 3, "a chain of two drafts"
 
 
 def test_counts_change_no_token(tmp_path: Path) -> None:
