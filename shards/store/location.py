@@ -93,7 +93,8 @@ class LocalLocation:
                 for name in names:
                     path = Path(folder, name)
                     with suppress(FileNotFoundError):  # renamed since, by who wrote it
-                        found[path.relative_to(self.root).as_posix()] = path.lstat().st_size
+                        # Of a link to a file the file's.
+                        found[path.relative_to(self.root).as_posix()] = path.stat(follow_symlinks=path.exists()).st_size
         return found
 
     def open_file(self, name: str, record: FileRecord) -> int:

@@ -226,14 +226,14 @@ def place(tmp_path: Path) -> LocalLocation:
 def test_a_listing_beside_a_writer_misses_what_is_gone_and_nothing_else(
     place: LocalLocation, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    lstat = Path.lstat
+    stat = Path.stat
 
-    def renamed_meanwhile(path: Path) -> os.stat_result:
+    def renamed_meanwhile(path: Path, **options: bool) -> os.stat_result:
         if path.name == "b":
             raise FileNotFoundError(path)
-        return lstat(path)
+        return stat(path, **options)
 
-    monkeypatch.setattr(Path, "lstat", renamed_meanwhile)
+    monkeypatch.setattr(Path, "stat", renamed_meanwhile)
     assert place.sizes() == {"train/a": 3, "train/c/d": 3}
     assert place.sizes("nowhere") == {}
 

@@ -398,7 +398,10 @@ def test_strangers_are_reported_and_harmless(store: Path) -> None:
     stranger, before = store / "train/tokens/c/9/0", read_everything(store)
     stranger.parent.mkdir()
     stranger.write_bytes(b"x")
-    (problem,) = verify(store)
+    (store / "computed.json").write_bytes(b"{}")
+    looked_at: list[int] = []
+    (problem,) = verify(store, looked_at.append)
+    assert sum(looked_at) == sum(map(len, cases.file_bytes(store).values()))
     assert problem.file == "train/tokens/c/9/0" and "not a file of this store" in str(problem)
     assert read_everything(store) == before
 

@@ -396,12 +396,14 @@ def test_a_place_linked_to_itself_is_one_line(tmp_path: Path) -> None:
 
 
 def test_linked_files_are_read_as_caches_of_downloads_have_them(store: Path, tmp_path: Path) -> None:
+    sizes = open_location(store).sizes()
     for path in [path for path in store.rglob("*") if path.is_file()]:
         blob = tmp_path / "blobs" / path.relative_to(store).as_posix().replace("/", "-")
         blob.parent.mkdir(exist_ok=True)
         shutil.move(path, blob)
         path.symlink_to(blob)
     use(store, tmp_path / "out")
+    assert open_location(store).sizes() == sizes
 
 
 def test_a_resource_of_zarr_2_that_would_unpickle_is_never_opened(

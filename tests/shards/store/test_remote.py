@@ -325,7 +325,9 @@ def test_the_cache_refuses_another_content_and_a_copy_of_another_size(tmp_path: 
         cache.open(FileRecord.of(b"right"), lambda: b"wrong")
     assert list(tmp_path.iterdir()) == []
     copy_of(cache, b"right").write_bytes(b"rig")
+    held = set(os.listdir("/proc/self/fd"))
     assert put(cache, b"right") and not put(cache, b"right")
+    assert set(os.listdir("/proc/self/fd")) <= held, "every file is closed"
 
 
 def test_a_disk_nearly_full_is_kept_free_of_what_was_unused_for_longest(

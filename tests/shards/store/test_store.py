@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import os
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +16,7 @@ import shards
 from shards.codec.protocol import make_codec
 from shards.errors import GdistillError, IntegrityError, UsageError
 from shards.store.location import LocalLocation
-from shards.store.manifest import read_record
+from shards.store.manifest import COMPUTED_FILE, read_record, read_ways, record_ways
 from shards.store.store import ShardStore, ShardWriter
 from shards.store.verification import verify
 from tests.shards import store_cases as cases
@@ -49,7 +52,12 @@ def test_rows_come_back_as_written_from_our_reader_and_from_any_of_zarr(sound: P
 def test_what_is_read_is_what_was_asked_for(sound: Path, tmp_path: Path) -> None:
     store = ShardStore.open(sound)
     assert store.split("train", []).read_rows(0, 5) == {}
-    assert set(store.split("train", ["tokens"]).read_chunk(0)) == {"tokens"}
+    narrow = store.split("train", ["tokens"])
+    assert set(narrow.read_chunk(0)) == {"tokens"}
+    assert narrow.chunk_bytes == 4 * cases.LENGTH * 25, "of every array: what is read does not move the rows"
+    held = set(os.listdir("/proc/self/fd"))
+    narrow.read_rows(0, 28)
+    assert set(os.listdir("/proc/self/fd")) <= held, "every file is closed"
     assert set(store.resources) == set(cases.make_resources())
     for name, value in cases.make_resources().items():
         assert torch.equal(store.resources[name], torch.from_numpy(value))
@@ -120,13 +128,15 @@ def test_a_store_may_hold_nothing_but_zeros_an_empty_split_and_no_resources(tmp_
 def test_an_incomplete_store_is_refused_unless_asked(tmp_path: Path) -> None:
     writer = cases.open_writer(tmp_path / "store")
     first, *_ = writer.pending("train")
-    writer.write(first, cases.make_arrays(writer.manifest, first))
+    arrays = cases.make_arrays(writer.manifest, first)
+    arrays["token_log_probs"][5, 3] = 5e-4  # a probability of 1, rounded
+    writer.write(first, arrays)
     assert not writer.is_complete()
     with pytest.raises(IntegrityError, match=r"1 of 5 shards; the first missing is train shard 1"):
         ShardStore.open(tmp_path / "store")
     store = ShardStore.open(tmp_path / "store", allow_incomplete=True)
     assert len(store.unfinished()) == 4
-    assert store.split("train").read_chunk(1)["tokens"].shape == (4, cases.LENGTH)
+    np.testing.assert_array_equal(store.split("train").read_chunk(1)["token_log_probs"], arrays["token_log_probs"][4:])
     with pytest.raises(IntegrityError, match=r"not finished.*train shard 1"):
         store.split("train").read_chunk(2)
     # What a killed writer held: another may be at the second by now.
@@ -134,6 +144,17 @@ def test_an_incomplete_store_is_refused_unless_asked(tmp_path: Path) -> None:
     for shard in (0, 1):
         (tmp_path / f"store/.claims/train-{shard:06d}").touch()
     assert cases.open_writer(tmp_path / "store").location.claims() == ["train-000001"]
+
+
+def test_ways_of_computing_are_added_one_writer_after_another(tmp_path: Path) -> None:
+    place, ways = LocalLocation(tmp_path), [{"device": name} for name in ("cuda", "cpu")]
+    with ThreadPoolExecutor(1) as pool:
+        with place.claim("computed", wait=False):
+            other = pool.submit(record_ways, place, [ways[1], ways[0], ways[1]])
+            wait([other], timeout=0.3)  # for no longer than a writer would take that does not wait
+            place.write(COMPUTED_FILE, json.dumps({"ways": ways[:1]}).encode())
+        other.result()
+    assert read_ways(place) == ways
 
 
 def test_a_head_of_another_shape_than_the_states_is_refused(tmp_path: Path) -> None:

@@ -49,8 +49,10 @@ def test_every_row_once(num_rows: int, rows_per_chunk: int, lanes: int, seed: in
         assert sorted(order_rows(order, num_rows).tolist()) == list(range(num_rows))
 
 
-def test_frozen_orders() -> None:
+@pytest.mark.parametrize("chunks_at_once", [1 << 20, 3])
+def test_frozen_orders(chunks_at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
     # A change of these numbers breaks every saved training state.
+    monkeypatch.setattr("shards.stream.stream.BITS_AT_ONCE", chunks_at_once)
     lanes = [5, 7, 3, 8, 4, 6, 11, 0, 9, 2, 10, 1]
     assert order_rows(LaneOrder(12, 3, 7, 0, 2), 12).tolist() == lanes
     assert order_rows(WholeOrder(8, 3, 7, 0), 8).tolist() == [5, 2, 7, 3, 0, 6, 4, 1]
@@ -279,6 +281,12 @@ def test_one_pass_leaves_the_place_alone_and_a_whole_epoch_moves_it() -> None:
     assert len(list(one.one_pass())) == 4 and one.state_dict() == before
     list(one)
     assert (one.state_dict()["epoch"], one.state_dict()["rows_consumed"]) == (1, 0)
+    for num_batches, shuffle in ((4, True), (5, False)):
+        one = stream(CountingReader(50), shuffle=shuffle)
+        next(iter(one))
+        one.skip_epoch()
+        assert (one.epoch, one.state_dict()["step"]) == (1, num_batches)
+        assert [b.step - 2 * num_batches for b in one.one_pass(2)] == [*range(num_batches)]
 
 
 def test_a_changed_batch_size_continues_with_the_next_row() -> None:
@@ -289,6 +297,7 @@ def test_a_changed_batch_size_continues_with_the_next_row() -> None:
     iterator = iter(one)
     first = [next(iterator) for _ in range(3)]
     other.load_state_dict(one.state_dict())
+    assert rows_of(list(other.one_pass(1))) == later
     rest = list(other)
     assert [b.step for b in rest] == [*range(3, 19)]
     assert other.state_dict()["step"] == 19 and rows_of(list(other)) == later
@@ -304,6 +313,8 @@ def test_the_state_of_another_store_and_a_damaged_one_are_refused() -> None:
         with pytest.raises(GdistillError, match=r"got abc train, seed 3.*expected") as caught:
             other.load_state_dict(state)
         assert other.fingerprint in str(caught.value)
+    stored, another = (stream(CountingReader(50), shuffle=False, seed=seed) for seed in (3, 4))
+    another.load_state_dict(stored.state_dict())  # an order without a seed
     odd = {"epoch": (-1,), "rows_consumed": (51, None), "step": (-1,), "num_lanes": (51, None)}
     for name, value in ((name, value) for name, values in odd.items() for value in values):
         with pytest.raises(GdistillError, match="damaged"):
