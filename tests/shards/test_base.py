@@ -56,6 +56,7 @@ def synced(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     paths: list[Path] = []
 
     def record(descriptor: int) -> None:
+        assert os.fstat(descriptor).st_size, "a file is synced when its content has left the process"
         paths.append(Path(os.readlink(f"/proc/self/fd/{descriptor}")))
 
     monkeypatch.setattr(os, "fsync", record)

@@ -106,11 +106,19 @@ OTHER_PARAMETERS: list[tuple[str, dict]] = [
 ]
 
 
+DEFAULTS = {
+    "posterior": {"num_entries": 64, "min_probability": 3e-4, "log_prob_step_nats": 1 / 64},
+    "hidden": {"dtype": "int8"}, "topk": {"num_entries": 128}, "quantized": {"bits": 8},
+    "seeded": {"tolerance_nats": 0.01, "max_entries": None}, "full": {},
+}  # fmt: skip
+
+
 @pytest.mark.parametrize(("name", "parameters"), [*((name, {}) for name in CODECS), *OTHER_PARAMETERS])
 def test_our_codecs_pass_the_kit(name: str, parameters: dict) -> None:
     codec = make_codec(name, **parameters)
     check_codec(codec, min_agreement=0.0 if parameters else AGREEMENT.get(name, 1.0))
     assert isinstance(codec, Codec) and codec.name == name
+    assert parameters or protocol.codec_parameters(codec) == DEFAULTS[name], "other ones would make other stores"
 
 
 def moved_by_its_place(self: FullCodec, output: TeacherOutput, *others: Any) -> Arrays:
@@ -152,9 +160,11 @@ def test_the_kit_sees_what_is_wrong(fault: str) -> None:
 
 
 def test_codecs_from_outside_are_entry_points(monkeypatch: pytest.MonkeyPatch) -> None:
-    point = EntryPoint("acme/whole", "shards.codec.full:FullCodec", protocol.ENTRY_POINTS)
-    monkeypatch.setattr(protocol, "entry_points", lambda group: [point])
+    names = ("acme/whole", "posterior")
+    points = [EntryPoint(name, "shards.codec.full:FullCodec", protocol.ENTRY_POINTS) for name in names]
+    monkeypatch.setattr(protocol, "entry_points", lambda group: points)
     assert isinstance(make_codec("acme/whole"), FullCodec)
+    assert isinstance(make_codec("posterior"), PosteriorCodec), "a name of ours stays ours"
 
 
 @pytest.mark.parametrize(
@@ -184,6 +194,10 @@ def test_ids_below_the_vocabulary_pass_and_no_others(codec: str, name: str) -> N
     planes = {f"{name}_byte{i}": np.uint8([[[0, byte]]]) for i, byte in enumerate((88, 2))}
     assert make_codec(codec).check_ids(planes, 600) == ""
     assert make_codec(codec).check_ids(planes, 599) == f"{name}: id 599, of 599"
+    bytes_of = {f"{name}_byte0": [7, 0, 0], f"{name}_byte1": [0, 1, 0], "tail_log_mass": [5, 6, 7]}
+    cut = make_codec(codec).cut({key: torch.tensor([[row]]) for key, row in bytes_of.items()})
+    whole = bytes_of if codec == "topk" else {**bytes_of, f"{name}_byte0": [7, 0], f"{name}_byte1": [0, 1]}
+    assert {key: array[0, 0].tolist() for key, array in cut.items()} == whole, "256 has no low byte"
 
 
 @pytest.mark.parametrize("vocab_size", [2, 5, 600])
@@ -342,6 +356,7 @@ def test_fewer_known_tokens_leave_their_mass_to_the_tail() -> None:
 def test_values_and_ids_are_those_of_topk(vocab_size: int, num_entries: int) -> None:
     generator = torch.Generator().manual_seed(vocab_size)
     log_probs = torch.randn(9, vocab_size, generator=generator).mul(4).log_softmax(-1)
+    log_probs[0, -1] = 0.0
     values, ids = most_probable_tokens(log_probs, num_entries)
     expected, expected_ids = log_probs.topk(num_entries, dim=-1)
     assert torch.equal(values, expected)
@@ -373,7 +388,10 @@ def with_log_probs(output: TeacherOutput, logits: Tensor) -> TeacherOutput:
 
 @pytest.mark.parametrize("slope", [0.0, 3.0])
 @pytest.mark.parametrize(("dtype", "variation"), [("int8", 0.02), ("float16", 1e-3)])
-def test_the_distribution_is_rebuilt(dtype: str, variation: float, slope: float) -> None:
+def test_the_distribution_is_rebuilt(
+    dtype: str, variation: float, slope: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("shards.codec.hidden.VOCABULARY_TILE", 128)
     output, resources = teacher_output((6, 20, 300), width=32)
     bias = torch.linspace(-slope, slope, 300)
     output = with_log_probs(output, output.log_probs + bias)

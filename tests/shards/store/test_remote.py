@@ -83,6 +83,8 @@ def test_it_is_a_location(url: str) -> None:
     place.write("a/b", b"other")
     assert place.read("a/b") == b"other" and place.size("a/b") == 5
     assert place.sizes("a") == {"a/b": 5}
+    RemoteLocation(url, storage_options={"skip_instance_cache": True}).write("a/b", b"from elsewhere")
+    assert place.size("a/b") == 14 and place.sizes() == {"a/b": 14}
     place.delete("a/b")
     place.delete("a/b")
     with pytest.raises(FileNotFoundError):
@@ -117,7 +119,9 @@ def test_damage_at_the_url_is_never_read(url: str, tmp_path: Path, damage: str) 
     reader.read_rows(0, 8)
     with pytest.raises(IntegrityError, match=r"train shard 1 \(rows 8 to 15\)"):
         reader.read_rows(8, 16)
-    assert [problem.file for problem in verify(url)] == [name]
+    words = {"flipped": "altered", "truncated": f"{len(data) - 1} bytes, expected {len(data)};", "missing": "missing;"}
+    (problem,) = verify(url)
+    assert problem.file == name and f"train shard 1 (rows 8 to 15): {words[damage]}" in str(problem)
     writer = cases.open_writer(url)
     shard = ShardRange("train", 1, 8, 16)
     writer.location.delete("ledger/train/000001.json")  # what a re-run does for a bad shard
@@ -390,3 +394,5 @@ def test_the_cache_lies_where_the_variable_says(monkeypatch: pytest.MonkeyPatch,
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("GDISTILL_CACHE", "~/cache")
     assert FileCache.default().folder == tmp_path / "cache"
+    monkeypatch.delenv("GDISTILL_CACHE")
+    assert FileCache.default().folder == tmp_path / ".cache/gdistill"

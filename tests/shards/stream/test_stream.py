@@ -343,6 +343,7 @@ def test_two_iterations_at_once_are_refused() -> None:
     ],
 )
 def test_sizes_that_do_not_fit_are_refused(options: dict, words: str) -> None:
+    assert len(stream(CountingReader(12))) == 1
     with pytest.raises(UsageError, match=words):
         stream(CountingReader(options.pop("num_rows", 50)), **options)
 
