@@ -171,6 +171,9 @@ def test_only_the_first_of_many_processes_speaks(monkeypatch: pytest.MonkeyPatch
     settings = settings_app(EXTRACT)
     assert error_of(settings, ["settings", "zzz"], settings=settings) == (2, "")
     assert error_of(settings, ["--xyz"]) == (2, "")
+    monkeypatch.setenv("GDISTILL_TRACEBACK", "1")
+    with pytest.raises(UsageError, match="no setting is called that"):
+        error_of(settings, ["settings", "zzz"], settings=settings)
 
 
 HELP = """

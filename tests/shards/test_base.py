@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import io
 import os
 import signal
 import subprocess
@@ -13,6 +14,7 @@ from pathlib import Path
 from threading import Barrier
 
 import pytest
+from rich.console import Console
 
 from shards import atomic, settings
 from shards.atomic import discard_leftovers, exclusive, file_claim, is_held, whole_lines, write_bytes_atomic
@@ -173,6 +175,17 @@ def test_progress_where_there_is_no_terminal(
     assert capsys.readouterr().err == ""
 
 
+def test_progress_on_a_terminal(later: Callable[[float], None], monkeypatch: pytest.MonkeyPatch) -> None:
+    screen = Console(file=io.StringIO(), force_terminal=True, color_system=None, width=120)
+    monkeypatch.setattr("shards.console.stderr", screen)
+    with progress_bar("verify", 4000, unit="B", done=1000) as bar:
+        later(10)
+        bar.advance(1000)
+        bar.note("[shard 3]")
+    shown = screen.file.getvalue()  # type: ignore[attr-defined]
+    assert "2.0k/4.0k B, 100 B/s" in shown and "[shard 3]" in shown
+
+
 def test_a_checkout_tells_its_commit_and_whether_it_was_changed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -206,14 +219,17 @@ def test_a_checkout_tells_its_commit_and_whether_it_was_changed(
 
 
 def test_ctrl_c_interrupts_at_once_who_was_asked_before() -> None:
-    stop = StopRequest(signal.SIGINT, signal.SIGTERM)
+    stop, numbers = StopRequest(signal.SIGINT, signal.SIGTERM), (signal.SIGINT, signal.SIGTERM)
+    before = [*map(signal.getsignal, numbers)]
     with stop.listening():
         signal.raise_signal(signal.SIGTERM)
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
-    with pytest.raises(Stopped, match="SIGTERM") as caught:
-        stop.check()
-    assert caught.value.exit_code == 143
+    for attend in (stop.check, lambda: stop.pause(0.0)):
+        with pytest.raises(Stopped, match="SIGTERM") as caught:
+            attend()
+        assert caught.value.exit_code == 143
+    assert [*map(signal.getsignal, numbers)] == before
 
 
 @pytest.fixture

@@ -376,10 +376,15 @@ def test_what_was_converted_decodes_to_the_same_draw(
 
 @pytest.mark.parametrize("counted_shards", [4, 2])
 def test_the_counted_unigram_is_that_of_training_tokens_of_evenly_spread_shards(
-    source: ShardStore, monkeypatch: pytest.MonkeyPatch, counted_shards: int
+    source: ShardStore, monkeypatch: pytest.MonkeyPatch, counted_shards: int, tmp_path: Path
 ) -> None:
     monkeypatch.setattr("shards.codec.ids.UNIGRAM_TOKENS", counted_shards * 8 * LENGTH)
     tokens = source.split("train").read_rows(0, 28)["tokens"]
     counted = tokens if counted_shards == 4 else np.concatenate([tokens[:8], tokens[24:]])
     counts = np.bincount(counted[:, 1:].reshape(-1), minlength=VOCAB) + 0.5
     np.testing.assert_allclose(np.exp(count_unigram(source)), counts / counts.sum(), rtol=1e-6)
+    write_store(tmp_path, splits={"test": 8, "validation": 5})  # without a train split the last one's
+    store = ShardStore.open(tmp_path)
+    tokens = store.split("validation").read_rows(0, 5)["tokens"]
+    counts = np.bincount(tokens[:, 1:].reshape(-1), minlength=VOCAB) + 0.5
+    np.testing.assert_allclose(np.exp(count_unigram(store)), counts / counts.sum(), rtol=1e-6)

@@ -22,6 +22,7 @@ from transformers import BertConfig, BloomConfig, GPT2Config, GPT2LMHeadModel, M
 
 from evaluation.text.reading import UNLIMITED_CONTEXT, load_judge
 from pipeline.teacher import Teacher
+from shards.console import without_library_bars
 from shards.errors import GdistillError, UsageError
 from shards.language_model import forward, loading
 from shards.language_model.forward import BatchSize, in_batches
@@ -155,6 +156,11 @@ def test_of_the_hub_the_revision_and_the_files_that_were_asked_for(
         assert (files.name, files.folder) == ("me/model", folder)
         assert asked == [("me/model", options, pattern) for pattern in patterns]
         asked.clear()
+    monkeypatch.setenv("HOME", str(tmp_path.parent))
+    here = f"~/{tmp_path.name}"
+    assert loading.find_pretrained(here).folder == tmp_path and loading.find_tokenizer(here)
+    written = {"me/model": False, "a/b/c": True, "./model": True, "~": True}
+    assert {place: loading.looks_local(place) for place in written} == written
 
 
 class TwiceTheHead(nn.Linear):
@@ -247,6 +253,36 @@ def test_weights_are_told_by_name_type_shape_and_bytes_in_whatever_files(tmp_pat
     assert told({"b": two}, {"a": one}) == first
     changed = {"a": one.view(2, 2)}, {"a": one.view(torch.int32)}, {"a": one + 1}, {"c": one}
     assert len({first, *(told({"b": two, **tensors}) for tensors in changed)}) == 5
+
+
+def test_pickled_weights_are_told_by_all_their_files_and_safetensors_come_first(tmp_path: Path) -> None:
+    files = [loading.PretrainedFiles("a", tmp_path, GPT2Config()) for _ in range(2)]
+    places = {"weight_map": {"x": "1.bin", "y": "2.bin"}}
+    (tmp_path / "pytorch_model.bin.index.json").write_text(json.dumps(places))
+    for name in ("1.bin", "2.bin"):
+        (tmp_path / name).write_bytes(b"x")
+    first = files[0].weights_sha256
+    (tmp_path / "2.bin").write_bytes(b"y")
+    assert files[1].weights_sha256 != first and not files[1].has_safetensors
+    save_file({"x": torch.ones(1)}, tmp_path / "model.safetensors")
+    assert files[0].weight_files == [tmp_path / "model.safetensors"]
+
+
+@pytest.mark.parametrize("reports", [True, False])
+@pytest.mark.parametrize("bars", ["enable", "disable"])
+def test_the_librarys_bars_are_hidden_and_as_before_afterwards(bars: str, reports: bool) -> None:
+    library = transformers.utils.logging
+    state = library.is_progress_bar_enabled(), library.get_verbosity()
+    try:
+        library.set_verbosity_info()
+        getattr(library, f"{bars}_progress_bar")()
+        with without_library_bars(reports):
+            assert not library.is_progress_bar_enabled()
+            assert library.get_verbosity() == (library.INFO if reports else library.ERROR)
+        assert library.is_progress_bar_enabled() == (bars == "enable") and library.get_verbosity() == library.INFO
+    finally:
+        library.set_verbosity(state[1])
+        (library.enable_progress_bar if state[0] else library.disable_progress_bar)()
 
 
 @pytest.mark.parametrize("device_map", ["cpu", "auto"])

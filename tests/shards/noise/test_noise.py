@@ -461,12 +461,14 @@ def compile_by(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[..., objec
 
 def test_kernels_are_chosen_by_name_and_a_failure_changes_nothing(compile_by: Callable) -> None:
     def broken(*arguments: object, **options: object) -> object:
-        raise RuntimeError("no compiler")
+        told = RuntimeError("which compiler this is")
+        vars(told)["inner_exception"] = OSError("no compiler\nand so on")
+        raise told
 
     with pytest.raises(UsageError, match="noise kernel"):
         philox.use_noise_kernel("fast")
     compile_by(lambda *_, **options: broken)
-    with pytest.raises(GdistillError, match="no compiler"):
+    with pytest.raises(GdistillError, match="got no compiler;"):
         philox.use_noise_kernel("compiled")
     assert philox.noise_kernel() == "eager"
 
