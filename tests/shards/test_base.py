@@ -307,6 +307,21 @@ def test_a_forked_child_that_leaves_the_claim_does_not_release_it(tmp_path: Path
     assert not path.exists()
 
 
+def test_a_claims_file_goes_while_it_is_held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or it would be that of the next holder."""
+    path, unlink = tmp_path / "one", Path.unlink
+
+    def watched(gone: Path, **options: bool) -> None:
+        with open(gone) as other, pytest.raises(BlockingIOError):
+            fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        unlink(gone, **options)
+
+    monkeypatch.setattr(Path, "unlink", watched)
+    with file_claim(path, wait=False):
+        assert path.exists()
+    assert not path.exists()
+
+
 def test_a_lock_on_a_file_that_was_removed_is_no_claim(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A holder removes it on release, when who waits has a descriptor of it already."""
     path, flock, removed = tmp_path / "claims/one", fcntl.flock, list[Path]()

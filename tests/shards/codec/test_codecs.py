@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from shards.codec import protocol
-from shards.codec.full import FullCodec, frozen_posterior, round_down_to_half
+from shards.codec.full import FullCodec, frozen_posterior, passes_token, round_down_to_half
 from shards.codec.ids import from_planes, most_probable_tokens
 from shards.codec.posterior import PosteriorCodec
 from shards.codec.protocol import CODECS, PART_ELEMENTS, ArraySpec, Codec, TeacherOutput, make_codec, position_keys
@@ -232,6 +232,13 @@ def test_the_token_stays_the_argmax_of_what_is_stored(name: str, parameters: dic
         noise = decode(make_codec(name, **parameters), output, resources)
         scores = flat_log_probs(output).double() + noise.gumbels().double()
         assert torch.equal(scores.argmax(1), output.tokens.flatten())
+
+
+def test_an_entry_that_comes_as_far_as_the_token_passes_it() -> None:
+    log_probs = torch.full((1, 4, 2), -math.log(2))
+    noise = frozen_posterior(TeacherOutput(log_probs, torch.tensor([[0, 1, 0, 1]]), torch.tensor([0])), SEED)
+    rows, columns, passes = passes_token(noise, noise.token_gumbels[:, None].expand(4, 2))
+    assert rows.tolist() == [0, 1, 2, 3] and columns.tolist() == [1, 0, 1, 0] and bool(passes.all())
 
 
 # full and quantized: every entry within its rounding.

@@ -269,20 +269,16 @@ def test_pickled_weights_are_told_by_all_their_files_and_safetensors_come_first(
 
 
 @pytest.mark.parametrize("reports", [True, False])
-@pytest.mark.parametrize("bars", ["enable", "disable"])
-def test_the_librarys_bars_are_hidden_and_as_before_afterwards(bars: str, reports: bool) -> None:
+@pytest.mark.parametrize("bars", [True, False])
+def test_the_librarys_bars_are_hidden_and_as_before_afterwards(
+    bars: bool, reports: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     library = transformers.utils.logging
-    state = library.is_progress_bar_enabled(), library.get_verbosity()
-    try:
-        library.set_verbosity_info()
-        getattr(library, f"{bars}_progress_bar")()
-        with without_library_bars(reports):
-            assert not library.is_progress_bar_enabled()
-            assert library.get_verbosity() == (library.INFO if reports else library.ERROR)
-        assert library.is_progress_bar_enabled() == (bars == "enable") and library.get_verbosity() == library.INFO
-    finally:
-        library.set_verbosity(state[1])
-        (library.enable_progress_bar if state[0] else library.disable_progress_bar)()
+    monkeypatch.setattr(library, "_tqdm_active", bars)
+    before, is_shown = library.get_verbosity(), library.is_progress_bar_enabled
+    with without_library_bars(reports):
+        assert not is_shown() and library.get_verbosity() == (before if reports else library.ERROR)
+    assert is_shown() == bars and library.get_verbosity() == before
 
 
 @pytest.mark.parametrize("device_map", ["cpu", "auto"])

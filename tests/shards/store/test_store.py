@@ -89,8 +89,11 @@ def test_a_large_resource_is_kept_in_chunks_of_rows(tmp_path: Path, monkeypatch:
     assert torch.equal(ShardStore.open(tmp_path).resources["lm_head"], torch.from_numpy(value))
 
 
-def test_a_store_is_found_at_its_folder_and_at_its_runs(store: Path, tmp_path: Path) -> None:
-    for place in (store, tmp_path, f"{tmp_path}/"):
+def test_a_store_is_found_at_its_folder_and_at_its_runs(
+    store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for place in (store, tmp_path, f"{tmp_path}/", "~/store", f"local://{store}"):
         assert shards.open_store(place).split("validation").num_rows == 5
     for attempt in (shards.open_store, ShardStore.open):
         with pytest.raises(UsageError, match="no store there"):
@@ -157,7 +160,8 @@ def test_ways_of_computing_are_added_one_writer_after_another(tmp_path: Path) ->
     assert read_ways(place) == ways
 
 
-def test_a_head_of_another_shape_than_the_states_is_refused(tmp_path: Path) -> None:
+def test_a_head_of_another_shape_than_the_states_or_none_is_refused(tmp_path: Path) -> None:
+    """Early stores of a teacher without a bias have no bias."""
     named = {"name": "hidden", "parameters": {"dtype": "int8"}}
     arrays = make_codec("hidden").array_specs(cases.VOCAB, 6)
     manifest = cases.make_manifest(codec=named, arrays=arrays)
@@ -168,6 +172,10 @@ def test_a_head_of_another_shape_than_the_states_is_refused(tmp_path: Path) -> N
         store = ShardStore.open(tmp_path / name, allow_incomplete=True)
         with pytest.raises(IntegrityError, match=rf"{name}\].*shape .*expected"):
             _ = store.resources
+        ShardWriter.create_or_resume(tmp_path / "none" / name, manifest, resources | {"extra": resources.pop(name)})
+    assert set(ShardStore.open(tmp_path / "none/lm_head_bias", allow_incomplete=True).resources) == {"extra", "lm_head"}
+    with pytest.raises(IntegrityError, match=r"resource is missing.*got lm_head"):
+        ShardStore.open(tmp_path / "none/lm_head", allow_incomplete=True)
 
 
 def test_a_finished_store_has_nothing_pending_and_does_not_change(store: Path) -> None:
