@@ -38,20 +38,6 @@ def test_writers_of_one_process_id_do_not_meet(tmp_path: Path) -> None:
     assert [found.name for found in tmp_path.iterdir()] == ["config.json"]
 
 
-def test_what_a_killed_writer_left_is_no_content(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "results.json"
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "replace", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
-        patch.setattr(Path, "unlink", lambda *_, **__: None)  # killed: nothing is tidied
-        with pytest.raises(KeyboardInterrupt):
-            atomic.write_bytes_atomic(path, b"half")
-    (left,) = tmp_path.iterdir()
-    assert left.name.startswith(".results.json.") and left.suffix == ".tmp"
-    assert not path.exists() and not list(tmp_path.glob("*.json"))
-    atomic.write_bytes_atomic(path, b"whole")
-    assert path.read_bytes() == b"whole" and left.read_bytes() == b"half"
-
-
 @pytest.fixture
 def synced(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     """Everything that was synced, in order."""
