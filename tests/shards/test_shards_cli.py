@@ -16,6 +16,7 @@ import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
@@ -31,7 +32,7 @@ from shards.store.manifest import read_ways, record_ways
 from shards.store.store import ShardStore
 from shards.store.verification import Description, verify
 from shards.tools.conversion import convert, count_unigram, stored_noise
-from shards.tools.row_view import view_row
+from shards.tools.row_view import view_row, words_of
 from tests.shards.store_cases import (
     LENGTH,
     SPLITS,
@@ -178,8 +179,10 @@ def test_info_says_what_is_there(run: Run, sound: Path, tmp_path: Path) -> None:
     writer = open_writer(tmp_path / "run" / "store")
     code, text = run("info", tmp_path / "run")
     assert code == 0 and "0 of 5 shards" in text, "a run is looked into"
-    open_writer(tmp_path / "empty", splits={"train": 8, "validation": 0})
-    assert run("info", tmp_path / "empty")[0] == 0
+    tokens = {"fingerprint": "ef" * 32, "corpus": {"source": "owt", "rows": 3}}
+    open_writer(tmp_path / "empty", splits={"train": 8, "validation": 0}, tokens=tokens)
+    code, text = run("info", tmp_path / "empty")
+    assert code == 0 and " owt (fingerprint efefefefefef)" in text
     code, text = run("info", sound, "--json")
     value = json.loads(text)
     assert code == 0 and value["num_tokens"] == (28 + 5) * 6
@@ -242,6 +245,11 @@ def test_a_converted_store_names_its_source_and_is_resumed(run: Run, posterior: 
     assert made.manifest.teacher["converted_from"]["store"] == posterior.manifest.sha256
     before = file_bytes(out)
     assert run(*arguments)[0] == 0 and file_bytes(out) == before, "a second run finds it finished"
+    (out / "ledger/train/000001.json").unlink()
+    with made.location.claim("train-000001", wait=False):
+        code, text = run(*arguments)
+        assert code == 1 and "shards are held by another process" in text
+    assert run(*arguments)[0] == 0 and file_bytes(out) == before
 
 
 def test_what_cannot_be_made_or_shown_is_one_line_and_nothing_is_written(
@@ -296,6 +304,17 @@ def test_the_view_of_a_row(posterior: ShardStore) -> None:
         view_row(posterior, "train", SPLITS["train"])
 
 
+def test_tokens_are_shown_by_the_stores_tokenizer(posterior: ShardStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    pieces = ["Ġa", "▁b", "c", "\n", None]
+    tokenizer = SimpleNamespace(
+        convert_ids_to_tokens=lambda token: pieces[token],
+        convert_tokens_to_string=lambda given: given[0].replace("Ġ", " ").replace("▁", " "),
+    )
+    monkeypatch.setattr("shards.tools.row_view.find_tokenizer", lambda *_, **__: tokenizer)
+    monkeypatch.setattr(ShardStore, "copy_files", lambda *_: [Path("tokenizer.json")])
+    assert [*map(words_of(posterior), range(5))] == ["␣a", "␣b", "c", "\\n", "#4"]
+
+
 @pytest.mark.parametrize("text", ["$$", "#$#$", "a\x1b[2Jb", "\\frac{", "<b>x"])
 def test_show_of_any_text_in_any_codec(run: Run, tmp_path: Path, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A token's own xi is shown also where the student is not shown it."""
@@ -312,7 +331,7 @@ def test_show_of_any_text_in_any_codec(run: Run, tmp_path: Path, text: str, monk
     assert [view.gumbel for view in views] == own.tolist()
 
 
-@pytest.mark.parametrize("name", ["row.png", "row.html", "row"])
+@pytest.mark.parametrize("name", ["row.png", "row.html", "row.htm", "row"])
 def test_the_page_and_the_picture_never_share_a_name(
     run: Run, posterior: ShardStore, tmp_path: Path, name: str
 ) -> None:
@@ -320,8 +339,10 @@ def test_the_page_and_the_picture_never_share_a_name(
     harmful, out = tmp_path / "<script>alert(1)<", tmp_path / "out"
     shutil.copytree(posterior.location.url, harmful)
     out.mkdir()
-    code, text = run("show", harmful, "--out", out / name)
-    assert code == 0, text
+    (harmful / "ledger/train/000000.json").unlink()
+    for row, expected in ((7, 1), (8, 0)):  # of a store that is not finished what is there is shown
+        code, text = run("show", harmful, "--row", row, "--out", out / name)
+        assert code == expected, text
     assert sorted(path.name for path in out.iterdir()) == ["row.html", "row.png"]
     assert (out / "row.png").read_bytes().startswith(b"\x89PNG")
     page = (out / "row.html").read_text()
@@ -351,7 +372,10 @@ def test_what_was_converted_decodes_to_the_same_draw(
     monkeypatch.setattr("shards.tools.conversion.POSITIONS_AT_ONCE", 3 * VOCAB * LENGTH)
     codec, max_error_nats = TARGETS[name]
     record_ways(source.location, [{"device": "cpu"}])
+    advances = list[float]()
+    monkeypatch.setattr(Bar, "advance", lambda _, amount: advances.append(amount))
     convert(source, str(tmp_path / "out"), codec, Bar())
+    assert sum(advances) == sum(SPLITS.values()) * LENGTH
     made = ShardStore.open(tmp_path / "out")
     assert verify(tmp_path / "out") == [] and read_ways(made.location) == [{"device": "cpu"}]
     assert made.files("corpus") == source.files("corpus") != {}

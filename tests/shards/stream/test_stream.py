@@ -26,7 +26,7 @@ from shards.codec.protocol import CODECS, make_codec
 from shards.errors import GdistillError, IntegrityError, UsageError
 from shards.store.store import ShardStore
 from shards.stream.dataset import RowStream
-from shards.stream.stream import LaneOrder, Order, RowBatch, ShardStream, WholeOrder, lanes_for
+from shards.stream.stream import LaneOrder, Order, RowBatch, ShardStream, WholeOrder, lanes_for, random_bits
 from tests.shards.store_cases import write_store
 from tests.trainer.run_cases import teacher_logits
 from tests.trainer.run_cases import write_store as write_trained_store
@@ -56,6 +56,7 @@ def test_frozen_orders(chunks_at_once: int, monkeypatch: pytest.MonkeyPatch) -> 
     lanes = [5, 7, 3, 8, 4, 6, 11, 0, 9, 2, 10, 1]
     assert order_rows(LaneOrder(12, 3, 7, 0, 2), 12).tolist() == lanes
     assert order_rows(WholeOrder(8, 3, 7, 0), 8).tolist() == [5, 2, 7, 3, 0, 6, 4, 1]
+    assert len(np.unique(random_bits(7, np.array([1, 1 + (1 << 32), 1 << 32])))) == 3
 
 
 @pytest.mark.parametrize("lanes", [0, 16])
