@@ -306,10 +306,8 @@ def test_the_view_of_a_row(posterior: ShardStore) -> None:
 
 def test_tokens_are_shown_by_the_stores_tokenizer(posterior: ShardStore, monkeypatch: pytest.MonkeyPatch) -> None:
     pieces = ["Ġa", "▁b", "c", "\n", None]
-    tokenizer = SimpleNamespace(
-        convert_ids_to_tokens=lambda token: pieces[token],
-        convert_tokens_to_string=lambda given: given[0].replace("Ġ", " ").replace("▁", " "),
-    )
+    text = {"convert_tokens_to_string": lambda given: given[0].replace("Ġ", " ").replace("▁", " ")}
+    tokenizer = SimpleNamespace(convert_ids_to_tokens=pieces.__getitem__, **text)
     monkeypatch.setattr("shards.tools.row_view.find_tokenizer", lambda *_, **__: tokenizer)
     monkeypatch.setattr(ShardStore, "copy_files", lambda *_: [Path("tokenizer.json")])
     assert [*map(words_of(posterior), range(5))] == ["␣a", "␣b", "c", "\\n", "#4"]

@@ -17,7 +17,6 @@ import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from zarr.codecs import Crc32cCodec, ZstdCodec
-from zarr.core.buffer import cpu
 from zarr.storage import MemoryStore
 
 from shards.store import layout
@@ -129,19 +128,6 @@ def test_any_change_of_the_metadata_is_refused(made: Made) -> None:
     assert '"level": 3' in text
     assert native.fits(text.replace('"level": 3', '"level": 9').encode(), 22)
     assert not native.fits(text.replace('"level": 3', '"dictionary": 3').encode(), 22)
-
-
-def test_tails_are_nothing_to_zarr_and_the_rows_stay_the_same(made: Made) -> None:
-    kept, tails = made.with_tails()
-    assert len(tails) == 3
-    grown = {name: len(data) - len(made.content[name]) for name, data in kept.items()}
-    assert all(more == (12 if "/c/" in name else 0) for name, more in grown.items())
-    memory = MemoryStore()
-    for name, data in kept.items():
-        memory._store_dict[name] = cpu.Buffer.from_bytes(data)
-    judge = zarr.open_array(memory, path="a", mode="r")
-    np.testing.assert_array_equal(np.asarray(judge[:]), np.asarray(made.array[:]))
-    made.assert_reads_as_zarr(made.shards(kept, tails))
 
 
 def test_a_whole_chunk_of_another_place_is_refused() -> None:
