@@ -124,6 +124,7 @@ def test_damage_at_the_url_is_never_read(url: str, tmp_path: Path, damage: str) 
     assert problem.file == name and f"train shard 1 (rows 8 to 15): {words[damage]}" in str(problem)
     writer = cases.open_writer(url)
     shard = ShardRange("train", 1, 8, 16)
+    assert (shard in writer.pending("train")) == (damage != "flipped")
     writer.location.delete("ledger/train/000001.json")  # what a re-run does for a bad shard
     writer.write(shard, cases.make_arrays(cases.make_manifest(), shard))
     assert verify(url) == [] and reader.read_rows(8, 16)["tokens"].shape == (8, 6)
@@ -265,11 +266,12 @@ class Released(Event):
         return len(self.pauses) >= self.after
 
 
-def test_a_renewal_leaves_the_claim_of_another_as_it_is(memory: str) -> None:
+def test_a_renewal_leaves_the_claim_of_another_as_it_is(memory: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """And between two less than half of a lease passes: one may fail."""
     place = RemoteLocation(memory, lease_seconds=80.0)
     for owner, renewed in (("other", False), ("ours", True)):
-        claim, released = plant(place, id=owner, renewed=1.0), Released(2)
+        claim, released, answers = plant(place, id=owner, renewed=1.0), Released(3), iter([None, owner])
+        monkeypatch.setattr(place, "_holder", lambda _, answers=answers: next(answers) or place.read("nothing"))
         place._renew(CLAIM_FILE, "ours", released)
         found = place.read(CLAIM_FILE)
         assert (found != claim) == renewed and json.loads(found)["id"] == owner

@@ -107,6 +107,9 @@ def test_foreign_folders_and_unknown_urls_are_left_alone(tmp_path: Path) -> None
     assert set(cases.file_bytes(tmp_path)) == {"thesis.txt"}
     with pytest.raises(UsageError, match="unknown kind of store location"):
         cases.open_writer("nosuchscheme://bucket/store")
+    for name in ("ledger", "resources", "tokenizer", "corpus", "c"):
+        with pytest.raises(UsageError, match="bad name in splits"):
+            cases.make_manifest(splits={name: 4})
     clash = {"train/tokens/zarr.json": b"mine"}
     with pytest.raises(UsageError, match="name of a store file"):
         ShardWriter.create_or_resume(tmp_path / "store", cases.make_manifest(), {}, clash)

@@ -466,7 +466,7 @@ def test_a_second_loop_with_workers_is_the_next_epoch(store: Path, kept: bool) -
     assert ids_of(loader) == epochs[3]
     rows.load_state_dict(rows.state_dict(seen[2]))
     assert ids_of(loader) == epochs[1][3:]
-    assert ids_of(rows) == epochs[2]
+    assert ids_of(rows) == epochs[2] and ids_of(loader) == epochs[3], "without workers and with them again"
 
 
 def everywhere(batch: dict[str, torch.Tensor]) -> torch.Tensor:
