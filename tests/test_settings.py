@@ -148,6 +148,8 @@ def test_a_wrong_option_takes_one_line(error_of: Callable) -> None:
         for words in cases:
             code, err = error_of(import_module(module).app, words)
             assert code == 2 and err.startswith("error: ") and err.count("\n") == 1, err
+    code, err = error_of(import_module("shards.cli").app, [])
+    assert code == 2 and "convert" in err, "without a word all of them are told"
 
 
 @pytest.mark.parametrize(

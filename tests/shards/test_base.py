@@ -209,6 +209,7 @@ def test_ctrl_c_interrupts_at_once_who_was_asked_before() -> None:
     before = [*map(signal.getsignal, numbers)]
     with stop.listening():
         signal.raise_signal(signal.SIGTERM)
+        signal.raise_signal(signal.SIGTERM)
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
     for attend in (stop.check, lambda: stop.pause(0.0)):
@@ -216,6 +217,8 @@ def test_ctrl_c_interrupts_at_once_who_was_asked_before() -> None:
             attend()
         assert caught.value.exit_code == 143
     assert [*map(signal.getsignal, numbers)] == before
+    with ThreadPoolExecutor(1) as pool:  # where no signal can be caught
+        assert pool.submit(stop.listening().__enter__).result() is stop
 
 
 @pytest.fixture
