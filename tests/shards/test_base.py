@@ -297,8 +297,6 @@ def test_a_forked_child_that_leaves_the_claim_does_not_release_it(tmp_path: Path
 
 
 def test_a_claims_file_goes_while_it_is_held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Or it would be that of the next holder."""
-
     def watched(gone: Path, **_: bool) -> None:
         with open(gone) as other, pytest.raises(BlockingIOError):
             fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -257,8 +257,7 @@ def test_weights_are_told_by_name_type_shape_and_bytes_in_whatever_files(tmp_pat
 
 def test_pickled_weights_are_told_by_all_their_files_and_safetensors_come_first(tmp_path: Path) -> None:
     files = [loading.PretrainedFiles("a", tmp_path, GPT2Config()) for _ in range(2)]
-    places = {"weight_map": {"x": "1.bin", "y": "2.bin"}}
-    (tmp_path / "pytorch_model.bin.index.json").write_text(json.dumps(places))
+    (tmp_path / "pytorch_model.bin.index.json").write_text('{"weight_map": {"x": "1.bin", "y": "2.bin"}}')
     for name in ("1.bin", "2.bin"):
         (tmp_path / name).write_bytes(b"x")
     first = files[0].weights_sha256
