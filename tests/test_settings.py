@@ -17,7 +17,7 @@ from pipeline.cli import SETTINGS as EXTRACT
 from shards.codec.protocol import CODECS
 from shards.console import INTERRUPTED, command_app, run_command
 from shards.errors import UsageError
-from shards.settings import check_bounds, resolve, setting, to_mapping
+from shards.settings import check_bounds, flatten, read_toml, resolve, setting, to_mapping
 from shards.settings_table import Section, setting_lines, settings_app, table_lines
 from tests.commands import python
 from trainer.cli import SETTINGS as TRAIN
@@ -94,6 +94,16 @@ def test_values_are_read_as_toml_and_later_ones_win() -> None:
     assert resolve(Outer, plain, overrides=["inner.rows=none"]).inner == Inner(1.0)
     with pytest.raises(UsageError, match=r"incomplete config.*name"):
         resolve(Outer)  # what is required is asked for
+    assert flatten({"a": {"b": 1, "c": {}}, "d": {}}) == {"a.b": 1, "a.c": {}, "d": {}}, "an empty table is a value"
+
+
+def test_a_config_file_that_is_none_is_one_line(tmp_path: Path) -> None:
+    for data in (b"a =", b"a = '\xff'"):
+        (tmp_path / "run.toml").write_bytes(data)
+        with pytest.raises(UsageError, match="is not TOML"):
+            read_toml(tmp_path / "run.toml")
+    with pytest.raises(UsageError, match=r"cannot read.*none\.toml"):
+        read_toml(tmp_path / "none.toml")
 
 
 @pytest.mark.parametrize("section", SECTIONS, ids=lambda section: section.title)

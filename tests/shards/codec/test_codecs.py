@@ -299,10 +299,17 @@ def test_every_listed_probability_is_within_half_a_step_the_least_included() -> 
     probs = torch.tensor([0.5, 0.3, least, *[(0.2 - least) / 7] * 7])
     output = TeacherOutput(probs.log()[None, None], torch.tensor([[0]]), torch.tensor([0]))
     codec = PosteriorCodec(3, min_probability=0.999 * least, log_prob_step_nats=step)
-    arrays = codec.encode(output, 0, {"unigram_log_probs": torch.full((10,), -math.log(10))})
+    resources = {"unigram_log_probs": torch.full((10,), -math.log(10))}
+    arrays = codec.encode(output, 0, resources)
     steps = from_planes("entry_step", arrays, codec._max_step).flatten()
     errors = step * steps.cumsum(0) + probs[:3].log()
     assert float(errors.abs().max()) <= step / 2 + 1e-6
+    # To add up to 1 with a token of any probability they move by a factor of 2 at most.
+    flat, listed = {name: array.flatten(0, 1) for name, array in arrays.items()}, (-step * steps.cumsum(0)).exp()
+    tail = float(flat["tail_log_mass"].double().exp())
+    for own, factor in ((1 - tail - 1e-4, 0.5), (1e-4, 2.0), (1.0, 1.0)):
+        found = codec.distribution(flat, torch.tensor([0]), torch.tensor([own]).log(), resources).tile(0, 10)[0, :3]
+        torch.testing.assert_close(found, torch.cat([torch.tensor([own]), factor * listed[1:]]))
 
 
 KEPT = 8

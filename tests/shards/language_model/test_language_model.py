@@ -9,6 +9,7 @@ import gc
 import json
 import weakref
 from collections.abc import Callable, Iterator
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -267,17 +268,14 @@ def test_pickled_weights_are_told_by_all_their_files_and_safetensors_come_first(
     assert files[0].weight_files == [tmp_path / "model.safetensors"]
 
 
-@pytest.mark.parametrize("reports", [True, False])
-@pytest.mark.parametrize("bars", [True, False])
-def test_the_librarys_bars_are_hidden_and_as_before_afterwards(
-    bars: bool, reports: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_librarys_bars_are_hidden_and_as_before_afterwards(monkeypatch: pytest.MonkeyPatch) -> None:
     library = transformers.utils.logging
-    monkeypatch.setattr(library, "_tqdm_active", bars)
     before, is_shown = library.get_verbosity(), library.is_progress_bar_enabled
-    with without_library_bars(reports):
-        assert not is_shown() and library.get_verbosity() == (before if reports else library.ERROR)
-    assert is_shown() == bars and library.get_verbosity() == before
+    for bars, reports in product((True, False), repeat=2):
+        monkeypatch.setattr(library, "_tqdm_active", bars)
+        with without_library_bars(reports):
+            assert not is_shown() and library.get_verbosity() == (before if reports else library.ERROR)
+        assert is_shown() == bars and library.get_verbosity() == before
 
 
 @pytest.mark.parametrize("device_map", ["cpu", "auto"])

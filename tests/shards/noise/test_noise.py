@@ -22,7 +22,7 @@ from benchmarks.dense_noise import DenseNoise, given_posterior
 from shards.codec.full import StoredNoise
 from shards.codec.seeded import ShiftedNoise
 from shards.errors import GdistillError, UsageError
-from shards.noise import gumbel, murmur3, philox
+from shards.noise import embedding, gumbel, murmur3, philox
 from shards.noise import order_statistics as statistics
 from shards.noise.embedding import Noise, Weighting, dense_arrivals
 from shards.noise.gumbel import DenseProbabilities, Entries, HeadAndTail, KeyedPosterior, KeyedPrior
@@ -87,6 +87,11 @@ def test_a_race_of_three_by_hand() -> None:
     noise = given_posterior(log_probs, torch.tensor([0]), others, first)
     expected = torch.tensor([[0.5 * 2, 1.0 + 0.3 * 2, 0.1 + 0.2 * 2]])
     torch.testing.assert_close(dense_arrivals(noise), expected)
+
+
+def test_what_is_cut_off_has_no_weight() -> None:
+    for rates in embedding.RATES.values():
+        assert (rates(torch.tensor([1.0, torch.inf]), 0.9) > 0).tolist() == [True, False]
 
 
 def test_exponential_of_extreme_bits() -> None:

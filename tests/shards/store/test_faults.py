@@ -353,9 +353,7 @@ def test_no_file_may_be_missing_empty_or_of_another_length(root: Path, truth: di
     ("data", "what", "got"),
     [(None, "missing", "no file"), (b"", "truncated", "0 bytes; exp"), (b"short", "truncated", "5 bytes; expected")],
 )
-def test_the_error_names_the_shard_even_after_it_was_read_once(
-    root: Path, data: bytes | None, what: str, got: str
-) -> None:
+def test_the_error_names_the_shard_even_after_a_read(root: Path, data: bytes | None, what: str, got: str) -> None:
     reader = ShardStore.open(root).split("train")
     reader.read_chunk(2)
     told = rf"is {what} .*train/entry_gumbels/c/1/0/0: train shard 1 \(rows 8 to 11\)\]; got {got}"

@@ -259,10 +259,7 @@ ODD_METADATA: dict[str, list[Any]] = {
     "node_type": ["group"], "chunk_grid": [GRIDS[0]], "storage_transformers": [[PICKLE]],
     "chunk_key_encoding": [{"name": "v2"}],
 }  # fmt: skip
-ODD_TOKENS: dict[str, list[Any]] = {
-    "codecs": [[PICKLE]], "zarr_format": [2], "shape": [[29, 6]], "data_type": ["int64"],
-    "chunk_grid": [GRIDS[1]],
-}  # fmt: skip
+ODD_TOKENS: dict[str, list[Any]] = {"codecs": [[PICKLE]], "chunk_grid": [GRIDS[1]]}
 ODD_RECORD: dict[str, list[Any]] = {
     "tails": [[], {"train/tokens/c/0/0": "0" * 64}, {"a": "../../etc/passwd"}], "files": [[], UP],
     "index": ["0", 10**9], "start": [-8], "split": [["train"], "nowhere"], "manifest_sha256": [7],

@@ -325,9 +325,7 @@ def put_earlier(cache: FileCache, *contents: bytes) -> None:
         os.utime(copy_of(cache, data), (time.time() - ago, time.time() - ago))
 
 
-def test_the_cache_refuses_another_content_and_a_copy_of_another_size(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_cache_refuses_other_contents_and_sizes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Another user's copy, whose time cannot be set, is as good as ours."""
     cache = FileCache(tmp_path)
     with pytest.raises(ValueError, match="another hash"):

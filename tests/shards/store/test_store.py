@@ -89,9 +89,7 @@ def test_a_large_resource_is_kept_in_chunks_of_rows(tmp_path: Path, monkeypatch:
     assert torch.equal(ShardStore.open(tmp_path).resources["lm_head"], torch.from_numpy(value))
 
 
-def test_a_store_is_found_at_its_folder_and_at_its_runs(
-    store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_store_is_found_at_its_folder_and_run(store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     for place in (store, tmp_path, f"{tmp_path}/", "~/store", f"local://{store}"):
         assert shards.open_store(place).split("validation").num_rows == 5
