@@ -65,6 +65,11 @@ def save_without_weights(folder: Path) -> Path:
     return folder
 
 
+def save_damaged_index(folder: Path) -> Path:
+    (save_without_weights(folder) / "model.safetensors.index.json").write_text('{"weight_map": []}')
+    return folder
+
+
 def save_half_the_weights(folder: Path) -> Path:
     weights = save_teacher(folder) / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[: weights.stat().st_size // 2])
@@ -102,6 +107,7 @@ def save_with_code(folder: Path) -> Path:
         (save_with_code, UsageError, "cannot read the ROLE's configuration"),
         (save_nonsense, UsageError, "cannot read the ROLE's configuration"),
         (save_half_the_weights, GdistillError, "cannot load the ROLE"),
+        (save_damaged_index, GdistillError, "damaged weight index"),
         (save_nothing, UsageError, r"without config\.json"),
         (lambda folder: folder, UsageError, "no such ROLE folder"),
     ],
@@ -160,6 +166,8 @@ def test_of_the_hub_the_revision_and_the_files_that_were_asked_for(
     monkeypatch.setenv("HOME", str(tmp_path.parent))
     here = f"~/{tmp_path.name}"
     assert loading.find_pretrained(here).folder == tmp_path and loading.find_tokenizer(here)
+    with pytest.raises(UsageError, match=r"no revisions \[teacher\.revision\]"):
+        loading.find_pretrained(here, revision="v2")
     written = {"me/model": False, "a/b/c": True, "./model": True, "~": True}
     assert {place: loading.looks_local(place) for place in written} == written
 
@@ -288,6 +296,8 @@ def test_a_device_map_computes_the_same(tmp_path: Path, device_map: str) -> None
     models = [loading.load_causal_model(files, device_map=where) for where in (None, device_map)]
     plain, mapped = (model.network(rows).logits for model in models)
     torch.testing.assert_close(plain, mapped, rtol=0, atol=1e-5)
+    with pytest.raises(UsageError, match=r"teacher cannot be spread like this \[device_map\]; got elsewhere"):
+        loading.load_causal_model(files, device_map="elsewhere")
 
 
 @pytest.fixture

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import google_crc32c
-import numcodecs
 import numpy as np
 import pytest
 import zstandard
@@ -401,18 +400,14 @@ def test_linked_files_are_read_as_caches_of_downloads_have_them(store: Path, tmp
     assert open_location(store).sizes() == sizes
 
 
-def test_a_resource_of_zarr_2_that_would_unpickle_is_never_opened(
-    store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    made: list[object] = []
-    monkeypatch.setattr(numcodecs, "get_codec", lambda *given: made.append(given))
+def test_a_resource_of_zarr_2_that_would_unpickle_is_never_opened(store: Path, tmp_path: Path) -> None:
     old = {"zarr_format": 2, "shape": [1], "chunks": [1], "dtype": "|O", "compressor": None}
     old |= {"filters": [{"id": "pickle", "protocol": 5}], "order": "C", "fill_value": None}
     replace_file(store, "resources/evil/.zarray", json.dumps(old).encode())
     replace_file(store, "resources/evil/0", b"cos\nsystem\n(S'touch planted'\ntR.")
     assert "evil" not in open_store(store).resources
     use(store, tmp_path / "out")
-    assert made == []
+    assert not Path("planted").exists()
 
 
 def test_files_of_a_store_without_tails_are_told_apart(tmp_path: Path) -> None:
