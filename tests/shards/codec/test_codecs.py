@@ -17,11 +17,11 @@ from torch.nn.functional import pad
 
 from shards.codec import protocol
 from shards.codec.full import FullCodec, frozen_posterior, passes_token, round_down_to_half
-from shards.codec.ids import from_planes, most_probable_tokens
+from shards.codec.ids import FrequencyOrder, from_planes, most_probable_tokens
 from shards.codec.posterior import PosteriorCodec
 from shards.codec.protocol import CODECS, PART_ELEMENTS, ArraySpec, Codec, TeacherOutput, make_codec, position_keys
 from shards.codec.quantized import QuantizedCodec
-from shards.codec.seeded import SeededCodec, ShiftedNoise, ShiftScale, _codes
+from shards.codec.seeded import SeededCodec, ShiftedNoise, ShiftScale, _codes, _level
 from shards.codec.topk import TopKCodec
 from shards.errors import GdistillError, UsageError
 from shards.noise import order_statistics as statistics
@@ -182,6 +182,15 @@ def test_codecs_from_outside_are_entry_points(monkeypatch: pytest.MonkeyPatch) -
 def test_what_no_codec_can_be_is_refused(name: str, parameters: dict, message: str) -> None:
     with pytest.raises(UsageError, match=message):
         make_codec(name, **parameters)
+
+
+def test_what_stands_for_an_id_and_for_a_shift_in_a_store_stays() -> None:
+    """Writers and readers share these: no round trip would show a change."""
+    order = FrequencyOrder.of(torch.tensor([-3.0, -1.0, -3.0, -2.0]))
+    assert order.id_of_rank.tolist() == [1, 3, 0, 2] and order.rank_of_id.tolist() == [2, 0, 3, 1]
+    numbers = [(scale.num_nearest, scale.max_code) for scale in map(ShiftScale, (0.001, 0.01, 0.5))]
+    assert numbers == [(3457, 29483), (230, 2833), (0, 53)]
+    assert _level(torch.tensor([0, 1, 6])).tolist() == [0, 129, 134]
 
 
 @pytest.mark.parametrize(
