@@ -232,7 +232,8 @@ def test_a_listing_beside_a_writer_misses_what_is_gone_and_nothing_else(
         return stat(path, **options)
 
     monkeypatch.setattr(Path, "stat", renamed_meanwhile)
-    assert place.sizes() == {"train/a": 3, "train/c/d": 3}
+    (place.root / "train/e").symlink_to("nowhere")
+    assert place.sizes() == {"train/a": 3, "train/c/d": 3, "train/e": 7}
     assert place.sizes("nowhere") == {}
 
 

@@ -364,6 +364,15 @@ def test_keyed_per_position_and_not_by_batch(vocab_size: int, kept: int) -> None
         assert torch.equal(getattr(whole, name)[17:18], getattr(part, name)), name
 
 
+def test_frozen_draws() -> None:
+    # A change of these numbers loses the noise of every sample that was drawn with them.
+    noise, keys = statistics.first_arrivals_of(make_keys(1), 3000, 3), murmur3.EngineKeys(*torch.tensor([[5], [1]]))
+    found = [*noise.ids[0], *(1000 * noise.arrivals[0]), *noise.rest_rate]
+    assert [*map(float, found)] == pytest.approx([1174, 2332, 1595, 1.33129, 2.05881, 2.52784, 15615.9], rel=1e-5)
+    found = [keys.first_arrivals(), keys.redrawn(1).first_arrivals(), keys.redrawn(1).exponentials(7, 8)]
+    assert [*map(float, found)] == pytest.approx([0.8456, 0.2841, 0.7306], rel=2e-4)
+
+
 # Random123, kat_vectors: counter, key, expected.
 ZERO, ONES = "00000000 " * 3 + "00000000", "ffffffff " * 3 + "ffffffff"
 PI = "243f6a88 85a308d3 13198a2e 03707344"
