@@ -65,7 +65,7 @@ TRIED_IDS = 12
 ENGINE_FILE = "engine.json"
 SAME_MODEL = "serve the model that the run began with, then run the same command again"
 ROWS_AT_ONCE = 64
-"""Rows fetched between two looks at whether the process was asked to stop."""
+"""Rows fetched from files or an engine between two looks at whether the process was asked to stop."""
 PATHS = {"prompt_logprobs": "/v1/completions", "sglang": "/generate"}
 VERSION_PATHS = ("/version", "/server_info", "/get_server_info")
 """vLLM's, SGLang's, and that of older SGLang."""
@@ -405,7 +405,7 @@ def _open_files(request: ExtractRequest, codec: PosteriorCodec, tokenizer: PreTr
     row_length = request.corpus.row_length or len(files.read(0, 1)[0].token_ids)
 
     def blocks(places: range) -> Iterator[np.ndarray]:
-        for part in (places[start : start + 256] for start in range(0, len(places), 256)):
+        for part in (places[start : start + ROWS_AT_ONCE] for start in range(0, len(places), ROWS_AT_ONCE)):
             rows = files.read(part.start, part.stop)
             yield same_length(rows, row_length, f"rows from {part.start + 1}")
 

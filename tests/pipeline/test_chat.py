@@ -43,7 +43,7 @@ from trainer.objective.batch import Batch, BatchMaker
 from trainer.training.settings import build_student
 
 TEMPLATE = (
-    "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no system turn') }}"
+    "{% for m in messages[6:] or messages %}{% if m.role == 'system' %}{{ raise_exception('no system turn') }}"
     "{% endif %}{{ 'w0 ' if m.role == 'user' else 'w1 ' }}{{ m.content }} <eos> {% endfor %}"
     "{% if add_generation_prompt %}w1 {% endif %}"
 )
@@ -219,6 +219,7 @@ LONG = " ".join(["w3"] * ROW_LENGTH)
 MISTAKES = {
     "template": ({"messages": [{"role": "system", "content": "w2"}, *turns("w3", "w4")]}, "chat",
                  ["chat template fails", "no system turn"]),
+    "rewritten": ({"messages": turns(*WORDS[2:10])}, "chat", ["rewrites earlier turns", "message 1"]),
     "empty": ({"messages": turns("w3", " ")}, "chat", ["an empty turn", "message 1"]),
     "role": ({"messages": [{"role": "me", "content": "w2"}]}, "chat", ["not a turn", "me"]),
     "long": ({"messages": turns("w3", LONG)}, "chat", ["longer than a row", "at most 12"]),
@@ -254,27 +255,10 @@ def test_conversations_are_packed_and_scored_in_one_way(teacher: Path, tmp_path:
 PROMPTS = [*({"messages": turns(f"w{i} w{i + 1}")} for i in range(2, 12)), *({"prompt": f"w{i}"} for i in range(2, 8))]
 
 
-def complete(teacher: Path, prompts: Path, out: Path) -> list[str]:
-    command = [sys.executable, "-m", "pipeline.cli", "complete", "--prompts", str(prompts)]
-    command += ["--teacher", str(teacher), "--out", str(out), "--row-length", str(ROW_LENGTH)]
-    return [*command, "--set", "store.rows_per_shard=2", "--set", "store.rows_per_chunk=2"]
-
-
-@pytest.mark.slow
-def test_answers_are_resumed_to_the_same_bytes(teacher: Path, tmp_path: Path) -> None:
-    """Killed when the first shard is in the ledger; rows are prompt, answer, end, padding."""
+def test_answers_end_with_an_end_or_the_row(teacher: Path, tmp_path: Path) -> None:
+    """Rows are prompt, answer, end, padding."""
     prompts = write_lines(tmp_path / "prompts.jsonl", *PROMPTS)
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    subprocess.run(complete(teacher, prompts, tmp_path / "a"), env=environment, check=True)
-    begun = subprocess.Popen(complete(teacher, prompts, tmp_path / "b"), env=environment)
-    ledger = tmp_path / "b/store/ledger"
-    while not any(path.is_file() for path in ledger.rglob("*")) and begun.poll() is None:
-        time.sleep(0.001)
-    begun.send_signal(signal.SIGKILL)
-    begun.wait()
-    subprocess.run(complete(teacher, prompts, tmp_path / "b"), env=environment, check=True)
-    assert contents(tmp_path / "a/store") == contents(tmp_path / "b/store")
-    store = ShardStore.open(tmp_path / "a/store")
+    store = run(tmp_path / "a", given(teacher, prompts, "prompts"))
     rows = store.split("train").read_rows(0, store.manifest.splits["train"])
     dataset = TokenDataset.open(tmp_path / "a/tokens")
     marked = dataset.read_marked("train", 0, len(rows["tokens"]))
@@ -288,3 +272,25 @@ def test_answers_are_resumed_to_the_same_bytes(teacher: Path, tmp_path: Path) ->
         ended += int(answer[-1]) == EOS
         assert int(answer[-1]) == EOS or first + len(answer) == ROW_LENGTH
     assert ended > 0, "some answers end before the row does"
+
+
+def complete(teacher: Path, prompts: Path, out: Path) -> list[str]:
+    command = [sys.executable, "-m", "pipeline.cli", "complete", "--prompts", str(prompts)]
+    command += ["--teacher", str(teacher), "--out", str(out), "--row-length", str(ROW_LENGTH)]
+    return [*command, "--set", "store.rows_per_shard=2", "--set", "store.rows_per_chunk=2"]
+
+
+@pytest.mark.slow
+def test_answers_are_resumed_to_the_same_bytes(teacher: Path, tmp_path: Path) -> None:
+    """Killed when the first shard is in the ledger."""
+    prompts = write_lines(tmp_path / "prompts.jsonl", *PROMPTS)
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    subprocess.run(complete(teacher, prompts, tmp_path / "a"), env=environment, check=True)
+    begun = subprocess.Popen(complete(teacher, prompts, tmp_path / "b"), env=environment)
+    ledger = tmp_path / "b/store/ledger"
+    while not any(path.is_file() for path in ledger.rglob("*")) and begun.poll() is None:
+        time.sleep(0.001)
+    begun.send_signal(signal.SIGKILL)
+    begun.wait()
+    subprocess.run(complete(teacher, prompts, tmp_path / "b"), env=environment, check=True)
+    assert contents(tmp_path / "a/store") == contents(tmp_path / "b/store")

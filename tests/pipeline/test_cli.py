@@ -27,9 +27,10 @@ from transformers import (
 from pipeline.extract import Extractor
 from pipeline.maze import TEACHERS, MazeTeacherConfig
 from pipeline.plan import count_tokens, measured_bytes_per_token, plan_lines
-from pipeline.run import check_teacher, known_teacher, public_source, run_extraction
+from pipeline.run import _check_same_tokens, check_teacher, known_teacher, public_source, run_extraction
 from pipeline.settings import ExtractRequest, PlanOptions, Worker, resolve_request
 from pipeline.teacher import RawLogits, Teacher
+from pipeline.tokens.tokenizer import load_tokenizer
 from shards.codec.protocol import CODECS, make_codec
 from shards.errors import GdistillError, UsageError
 from shards.store.location import open_location
@@ -306,11 +307,17 @@ def test_every_option_reaches_the_run(command: Command, tmp_path: Path, monkeypa
     assert (complete.corpus.source, complete.corpus.packing) == ("chat:a.jsonl", "prompts")
 
 
-def test_every_codec_runs_from_the_command_line(extract: Command, tmp_path: Path) -> None:
+def test_every_codec_runs_from_the_command_line(extract: Command, tmp_path: Path, teacher: Path) -> None:
+    """With a padded teacher whose tokenizer lies elsewhere; the report says what was left out."""
+    padded = extract_cases.save_teacher(tmp_path / "padded", VOCAB_SIZE + 3)
+    for file in padded.glob("*token*"):
+        file.unlink()
     for codec in ("full", "quantized", "topk", "seeded", "hidden"):
         out = tmp_path / codec
-        code, _, err = extract(out, "--codec", codec, "--rows", 8)
+        words = ["--codec", codec, "--rows", 8, "--teacher", padded, "--tokenizer", teacher]
+        code, said, err = extract(out, *words)
         assert code == 0, err
+        assert "cut there, as asked" in said and f" {VOCAB_SIZE + 3}, the last 3 of no token" in said
         assert ShardStore.open(out / "store").codec.name == codec
 
 
@@ -331,6 +338,12 @@ def test_maze_brings_its_own_teacher(command: Command, tmp_path: Path, monkeypat
     assert np.exp(rows["token_log_probs"].sum(1)).mean() == pytest.approx(0.25, abs=0.05)
     shutil.rmtree(tmp_path / "store")
     assert command(*words)[0] == 0, "the teacher is not trained again"
+    (tmp_path / "teacher/maze.json").unlink()  # as of a teacher from elsewhere
+    at = words.index("--teacher-preset")
+    words[at : at + 2], words[words.index("--out") + 1] = ["--teacher", tmp_path / "teacher"], tmp_path / "out"
+    assert command(*words)[0] == 0
+    told = json.loads(ShardStore.open(tmp_path / "out/store").files("corpus")["maze.json"])
+    assert told == {name: value for name, value in maze.items() if name != "teacher_probabilities"}
 
 
 # What a run is refused for is said before stage 1, which may take hours; what ends it later.
@@ -395,6 +408,13 @@ def test_a_run_and_a_plan_refuse_alike(tmp_path: Path, asked: Asked) -> None:
         with pytest.raises(UsageError, match=match):
             WAYS[way](request)
         require_nothing_made(tmp_path / way)
+    # One id in a hundred may be another token: a special one that was added, say.
+    words = [*WORDS[:2], *(f"x{i}" for i in range(2, 100))]
+    lists = {"own": words, "near": [*words[:99], "y"], "far": [*words[:98], "y", "z"]}
+    own, near, far = (load_tokenizer(extract_cases.save_tokenizer(tmp_path / n, each)) for n, each in lists.items())
+    _check_same_tokens(near, own, "here")
+    with pytest.raises(UsageError, match=r"2 ids that mean other tokens: 98 is 'y'.*expected 'x98'"):
+        _check_same_tokens(far, own, "here")
 
 
 def test_stores_that_cannot_be(tmp_path: Path, asked: Asked) -> None:
@@ -485,7 +505,8 @@ def test_a_plan_by_hand_loads_no_teacher_and_writes_nothing(
 def test_tokens_are_estimated_then_counted(tmp_path: Path, asked: Asked) -> None:
     estimate, origin, tokens_per_second = counted(tmp_path, asked())
     assert "estimated from 60 of 60 documents" in origin and tokens_per_second > 0
-    assert "stage 1" in planned(tmp_path, asked())
+    hours, _, _, _, _, _, rate = planned(tmp_path, asked())["stage 1"].split()[:7]
+    assert float(hours) * 3600 * float(rate.replace(",", "")) == pytest.approx(estimate, rel=0.01)
     run(tmp_path, asked())
     exact, origin, _ = counted(tmp_path, asked())
     assert "counted" in origin and exact % ROW_LENGTH == 0
@@ -554,6 +575,7 @@ def test_a_teacher_that_writes_is_planned_as_it_is_run(tmp_path: Path) -> None:
     ):
         plan = planned(tmp_path, {**given, "store": store})
         assert plan["tokens"] == f"{rows * 11:,} one row a document; {rows:,} rows of 11"
+        assert plan["teacher"] == f"{16 * 8 * 128**2:,} parameters: maze teacher (full), V = 6"
 
 
 def test_codec_sizes_are_those_of_real_shards() -> None:

@@ -151,7 +151,8 @@ def test_data_sets_of_the_hub_library(tmp_path: Path, monkeypatch: pytest.Monkey
 def test_a_local_folder_of_a_data_set_is_known_by_its_content(tmp_path: Path) -> None:
     identities = []
     for name, text in (("one", "a"), ("two", "a"), ("three", "b")):
-        (tmp_path / name).mkdir()
+        (tmp_path / name / ".cache").mkdir(parents=True)
+        (tmp_path / name / ".cache/whose").write_text(name)  # what starts with a dot is no content
         (tmp_path / name / "train.jsonl").write_text(json.dumps({"text": text}) + "\n")
         facts = source_of(CorpusConfig(f"hf:{tmp_path / name}")).identity({})
         local = ("path", "modified_ns")

@@ -55,6 +55,8 @@ def test_a_row_is_laid_out_likeliest_first() -> None:
     np.testing.assert_allclose(row.top_log_probs[1], [HALF, QUARTER], rtol=1e-6)
     assert row.top_log_probs[2, 1] == -np.inf
     np.testing.assert_allclose(row.token_log_probs, [0, HALF, QUARTER], rtol=1e-6)
+    rounded = scored_row([0, 3], [None, 5e-4], [None, {3: 5e-4}], vocab_size=8, num_top=2, where="here")
+    assert not rounded.token_log_probs.any(), "a little above 0 is 0"
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "parquet"])
@@ -79,9 +81,11 @@ def test_files_of_the_documented_schema_are_read_by_index(tmp_path: Path, kind: 
 def test_an_engines_batch_output_is_read(tmp_path: Path) -> None:
     tops = [None, {"3": {"logprob": HALF}, "1": {"logprob": QUARTER}}, {"5": {"logprob": QUARTER}}]
     body = {"prompt_token_ids": [0, 3, 5], "choices": [{"prompt_logprobs": tops}]}
-    row = read_one(write_lines(tmp_path / "a.jsonl", {"response": {"body": body}}))
-    assert row.token_ids.tolist() == [0, 3, 5]
-    np.testing.assert_allclose(row.token_log_probs, [0, HALF, QUARTER], rtol=1e-6)
+    other = {"prompt_logprobs": tops, "choices": [{"prompt_token_ids": [0, 3, 5]}]}
+    for line in ({"response": {"body": body}}, other):
+        row = read_one(write_lines(tmp_path / "a.jsonl", line))
+        assert row.token_ids.tolist() == [0, 3, 5]
+        np.testing.assert_allclose(row.token_log_probs, [0, HALF, QUARTER], rtol=1e-6)
 
 
 TOPS: list[Any] = [None, {"3": {"logprob": HALF}}, {"5": {"logprob": QUARTER}}]
@@ -97,6 +101,7 @@ BAD_ROWS: list[tuple[dict[str, Any], str]] = [
     ({"top_ids": [[], [], [1]], "top_log_probs": [[], [], [HALF]]}, "without its most probable"),
     ({"top_ids": [[], [3], [1]]}, "top_ids and top_log_probs differ"),
     ({"top_log_probs": [[], [HALF, math.log(0.52)], [HALF]]}, "more than 1.*1.02"),
+    ({"top_log_probs": [[], [HALF, QUARTER], [math.log(0.8)]]}, "more than 1.*1.05"),  # with its own
     ({"top_log_probs": [[], [HALF - 0.05, QUARTER], [HALF]]}, "two log-probabilities"),
     ({"top_log_probs": None}, "a column is missing.*top_log_probs"),
     ({"token_ids": [0, -1, 5]}, "outside the vocabulary.*-1"),
@@ -199,12 +204,18 @@ def test_ids_of_no_token_are_left_out(teacher: Path, dialect: str) -> None:
     assert ((row.top_ids[1:] >= 0).sum(1) >= 1).all() and (row.top_ids[1:] == -1).any()
 
 
-def test_what_a_server_refuses_for_every_row_is_known_from_a_few_ids(server: EngineServer) -> None:
+def test_what_a_server_refuses_for_every_row_is_known_from_a_few_ids(
+    server: EngineServer, asked: Asked, tmp_path: Path
+) -> None:
     with server.running() as url:
         with pytest.raises(UsageError, match=r"cannot be used.*greater than.*--max-logprobs 21"):
             engine(url, num_top=21).try_out()
         with pytest.raises(UsageError, match=r"cannot be used.*404"):
             engine(url, dialect="sglang").try_out()
+        server.most_top = NUM_TOP - 1
+        with pytest.raises(UsageError, match=rf"cannot be used.*greater than.*--max-logprobs {NUM_TOP}"):
+            run(tmp_path, scores(asked, url))
+    assert not (tmp_path / "tokens").exists(), "before stage 1"
 
 
 def test_a_dead_address_is_known_at_once() -> None:
@@ -216,7 +227,7 @@ def test_a_dead_address_is_known_at_once() -> None:
         asked.identity()
 
 
-@pytest.mark.parametrize("misdeeds", [[429, 429], [500, "cut", 503], ["cut"]])
+@pytest.mark.parametrize("misdeeds", [[429, 502, 504], [500, "cut", 503], ["cut"]])
 def test_a_server_that_stumbles_is_asked_again(server: EngineServer, misdeeds: list[Any]) -> None:
     server.misdeeds.extend(misdeeds)
     with server.running() as url:
@@ -264,6 +275,8 @@ def test_who_is_asked(server: EngineServer, monkeypatch: pytest.MonkeyPatch) -> 
         assert engine(url).identity() == known
         assert engine(f"{url}/v1/", api_key_variable="KEY_OF_THIS_SERVER").model == "tiny"
         assert server.authorization == "Bearer secret"
+        server.says_version = False
+        assert engine(url).version == "unknown"
         with pytest.raises(UsageError, match=r"does not serve.*other.*tiny"):
             _ = engine(url, model="other").model
 
@@ -331,7 +344,10 @@ def require_same(own: ShardStore, found: ShardStore, log_error: float, error: fl
         torch.testing.assert_close(probabilities(found), probabilities(own), rtol=0, atol=error)
 
 
-def test_scores_give_the_store_that_the_model_itself_gives(asked: Asked, tmp_path: Path, server: EngineServer) -> None:
+def test_scores_give_the_store_that_the_model_itself_gives(
+    asked: Asked, tmp_path: Path, server: EngineServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pipeline.engine.ROWS_AT_ONCE", 5)
     own = run(tmp_path / "own", asked(codec={"num_entries": NUM_TOP}))
     with server.running() as url:
         found = run(tmp_path / "out", scores(asked, url))
@@ -502,7 +518,10 @@ def in_files(server: EngineServer, teacher: Path, tmp_path: Path) -> dict[str, A
     }
 
 
-def test_files_of_scores_become_a_store(tmp_path: Path, in_files: dict[str, Any]) -> None:
+def test_files_of_scores_become_a_store(
+    tmp_path: Path, in_files: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pipeline.engine.ROWS_AT_ONCE", 5)
     store = run(tmp_path / "out", in_files)
     assert store.manifest.splits == {"train": 27, "validation": 3}
     np.testing.assert_array_equal(store.split("train").read_rows(0, 27)["tokens"], SCORED[:27])
@@ -510,6 +529,8 @@ def test_files_of_scores_become_a_store(tmp_path: Path, in_files: dict[str, Any]
     assert str(tmp_path) not in store.location.read("manifest.json").decode()
     before = contents(tmp_path / "out/store")
     assert run(tmp_path / "out", in_files) and contents(tmp_path / "out/store") == before
+    none = {**in_files, "corpus": {**in_files["corpus"], "validation_fraction": 0.0}}
+    assert run(tmp_path / "none", none).manifest.splits == {"train": 30}
     in_files["corpus"]["spec"] = f"scores:{tmp_path}/s*.jsonl"
     with pytest.raises(UsageError, match="other settings"):
         run(tmp_path / "out", in_files)
@@ -544,6 +565,8 @@ def test_the_command_takes_files_or_a_server(teacher: Path, corpus: Path, tmp_pa
     words[-1] = tmp_path / "asked"
     with server.running() as url:
         asked = ["--engine", url, "--corpus", corpus, "--row-length", "12", "--rows", "4"]
+        assert call("gdistill-extract", "tokens", *asked, *words) == 0
+        assert (words[-1] / "tokens").exists() and not (words[-1] / "store").exists()
         assert call("gdistill-extract", *asked, *words) == 0
     assert ShardStore.open(tmp_path / "asked/store").manifest.teacher["id"] == "tiny"
 
@@ -573,7 +596,7 @@ def test_rows_take_their_length_from_the_server(teacher: Path, asked: Asked, tmp
         with pytest.raises(UsageError, match=r"got 11; expected at most 10.*--row-length 10"):
             run(tmp_path, given)
         assert not (tmp_path / "tokens").exists(), "known before stage 1"
-        given["corpus"].pop("row_length")
+        given["corpus"] |= {"row_length": None, "validation_fraction": 1.0}  # the first row is a held-out one
         assert run(tmp_path, given).manifest.row_length == 10
 
 

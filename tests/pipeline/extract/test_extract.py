@@ -33,7 +33,7 @@ from shards.store.verification import verify
 from tests.changed_settings import changed
 from tests.pipeline import extract_cases
 from tests.pipeline.conftest import Asked
-from tests.pipeline.extract_cases import ROW_LENGTH, VOCAB_SIZE, contents, options, run, times
+from tests.pipeline.extract_cases import CONTEXT_LENGTH, ROW_LENGTH, VOCAB_SIZE, contents, options, run, times
 
 
 def rows_of(dataset: TokenDataset, split: str) -> np.ndarray:
@@ -93,6 +93,7 @@ def test_a_rerun_loads_no_weights_and_repairs_a_damaged_head(
     tmp_path: Path, asked: Asked, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     given = asked(codec={"name": "hidden"})
+    monkeypatch.setattr("pipeline.teacher.TRIED_TOKENS", CONTEXT_LENGTH + 1)  # more than this teacher reads
     run(tmp_path, given)
     before, written = contents(tmp_path / "store"), times(tmp_path)
     with monkeypatch.context() as patch:
@@ -107,9 +108,14 @@ def test_a_rerun_loads_no_weights_and_repairs_a_damaged_head(
 
 @pytest.mark.parametrize("num_shards", [0, 1, 4])
 def test_an_interrupted_run_resumes_to_the_same_bytes(
-    tmp_path: Path, asked: Asked, reference: dict[str, bytes], monkeypatch: pytest.MonkeyPatch, num_shards: int
+    tmp_path: Path,
+    asked: Asked,
+    reference: dict[str, bytes],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    num_shards: int,
 ) -> None:
-    """And a finished shard is not computed again."""
+    """And a finished shard is not computed again, but counted by the bar."""
     forward, calls, most_calls = Teacher.forward, [], 4 * num_shards + 2
 
     def failing(self: Teacher, rows: Tensor, *rest: Any) -> RawLogits:
@@ -124,10 +130,13 @@ def test_an_interrupted_run_resumes_to_the_same_bytes(
     left = ShardStore.open(tmp_path / "store", allow_incomplete=True).unfinished()
     calls.clear()
     most_calls = 10**6
-    run(tmp_path, asked())
+    store = run(tmp_path, asked())
     assert sum(calls) == sum(shard.num_rows for shard in left)
+    done, total = re.findall(r"extract: (\S+)/(\S+) tok", capsys.readouterr().err)[-1]
+    assert done == total
     assert contents(tmp_path / "store") == reference
     summary = json.loads((tmp_path / "summary.json").read_text())
+    assert summary["num_tokens"] == sum(store.manifest.splits.values()) * ROW_LENGTH
     assert summary["num_tokens_of_this_process"] == sum(calls) * ROW_LENGTH
     assert summary["tokens_per_second"] == sum(calls) * ROW_LENGTH / summary["seconds"]
 
@@ -230,7 +239,7 @@ def test_another_teacher_or_corpus_of_the_same_name_is_refused(
 
 
 def test_rows_limit_takes_the_first_rows(tmp_path: Path, asked: Asked, finished: Path) -> None:
-    """Of token rows, too, that were made for all of them."""
+    """Of token rows, too, that were made for all of them; and all rows may be held out."""
     shutil.copytree(finished / "tokens", tmp_path / "tokens")
     store = run(tmp_path, asked(store={"rows": 20, "validation_rows": 1}))
     assert store.manifest.splits == {"train": 20, "validation": 1}
@@ -238,6 +247,9 @@ def test_rows_limit_takes_the_first_rows(tmp_path: Path, asked: Asked, finished:
     assert dataset.num_rows("train") > 20 and dataset.num_rows("validation") > 1
     rows = store.split("train").read_rows(0, 20)["tokens"]
     assert np.array_equal(rows, dataset.read_rows("train", 0, 20))
+    alone = run(tmp_path / "alone", asked(corpus={"validation_fraction": 1.0}, store={"rows": 20}))
+    assert alone.manifest.splits == {"validation": 20}
+    assert alone.resources["unigram_log_probs"].std() > 0.1, "counted in the rows that there are"
 
 
 def test_sizes_of_chunks_and_shards_are_bounded_in_tokens_and_bytes() -> None:
@@ -314,7 +326,9 @@ def half_done(out: Path) -> None:
         record.unlink()
 
 
-def test_later_workers_compute_as_the_first(tmp_path: Path, asked: Asked, said: list[str]) -> None:
+def test_later_workers_compute_as_the_first(
+    tmp_path: Path, asked: Asked, said: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     run(tmp_path, asked(threads=2, batch_size=3))
     whole = contents(tmp_path / "store")
     (way,) = json.loads(whole[COMPUTED_FILE])["ways"]
@@ -341,6 +355,9 @@ def test_later_workers_compute_as_the_first(tmp_path: Path, asked: Asked, said: 
     record_ways(open_location(tmp_path / "store"), [on_gpu])
     own = read_ways(run(tmp_path, asked(batch_size=None, threads=None)).location)[-1]
     assert own["rows_per_pass"] < 1 << 20 and own["threads"] == torch.get_num_threads()
+    half_done(tmp_path)
+    monkeypatch.setattr(extract, "largest_batch", lambda *_: 2)
+    assert read_ways(run(tmp_path, asked(batch_size=3)).location)[-1]["rows_per_pass"] == 2
 
 
 @pytest.mark.parametrize("obstacle", ["", "no Triton here"])
@@ -375,6 +392,7 @@ def test_who_computes_differently_is_told_and_with_strict_refused(
     run(tmp_path, given)
     half_done(tmp_path)
     monkeypatch.setattr(extract, "_kernels", lambda on_gpu: "OTHER")
+    monkeypatch.setattr(Teacher, "num_devices", 2)
     before, held = contents(tmp_path / "store"), list[str]()
     for module in ("pipeline.extract", "shards.store.manifest"):
         monkeypatch.setattr(f"{module}.read_ways", lambda place: held.extend(place.claims()) or read_ways(place))
@@ -385,6 +403,6 @@ def test_who_computes_differently_is_told_and_with_strict_refused(
     (line,) = said
     rounding = f"{extract.ROUNDING_NATS:g}"
     assert {"way", "computed"} <= {*held}, "two that begin at once agree on who is first"
-    assert "kernels OTHER" in line and "threads" not in line and rounding in line
+    assert "kernels OTHER" in line and "device 2 x cpu (was cpu)" in line and "threads" not in line and rounding in line
     assert [way["kernels"] == "OTHER" for way in read_ways(store.location)] == [False, True]
     assert store.unfinished() == [] and verify(tmp_path / "store") == []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 import time
@@ -172,26 +173,35 @@ def at_each_pause(monkeypatch: pytest.MonkeyPatch) -> Pauses:
 def test_a_shard_whose_holder_dies_after_it_was_passed_is_taken_over(
     trial: Trial, holder: ExitStack, at_each_pause: Pauses, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def still_at_it() -> None:
-        assert trial.unfinished() == ["train-0"], "all else is done before the wait"
+    other = ExitStack()
+    assert other.enter_context(LocalLocation(trial.out / "store").claim("train-000002", wait=False))
 
-    sleeps = at_each_pause(still_at_it, still_at_it, holder.close)
+    def still_at_it() -> None:
+        assert trial.unfinished() == ["train-0", "train-2"], "all else is done before the wait"
+        other.close()
+
+    sleeps = at_each_pause(still_at_it, lambda: None, holder.close)
     trial.run(1, 2)
     assert len(sleeps) == 3
     trial.require_bytes_of_one()
     message = " ".join(capsys.readouterr().err.split())
-    assert message.count("waiting for train shard 0 (rows 0 to 15): another process") == 1
+    assert message.count("waiting for train shard 0 (rows 0 to 15) and 1 more: another process") == 1
 
 
 def test_a_shard_that_its_holder_finishes_is_not_computed_again(
-    trial: Trial, holder: ExitStack, at_each_pause: Pauses, monkeypatch: pytest.MonkeyPatch
+    trial: Trial,
+    holder: ExitStack,
+    at_each_pause: Pauses,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
+    """But it is counted by the bar."""
     write, written, own = ShardWriter.write, list[str](), list[str]()
 
     def finish() -> None:
         holder.close()
         own.extend(written)
-        trial.run(0, 2)
+        trial.run(1, 2)
 
     def noted(self: ShardWriter, shard: Any, arrays: dict[str, Any]) -> None:
         written.append(str(shard))
@@ -199,7 +209,9 @@ def test_a_shard_that_its_holder_finishes_is_not_computed_again(
 
     monkeypatch.setattr(ShardWriter, "write", noted)
     at_each_pause(finish)
-    trial.run(1, 2)
+    trial.run(0, 2)
+    done, total = re.findall(r"extract: (\S+)/(\S+) tok", capsys.readouterr().err)[-1]
+    assert done == total
     assert len(own) == len(written) - 1 and len(set(written)) == len(written)
     trial.require_bytes_of_one()
 
@@ -288,6 +300,8 @@ def test_every_process_of_a_machine_has_a_gpu_of_its_own(monkeypatch: pytest.Mon
     assert Worker(1, 2, 1).device("cuda:3") == "cuda:3"
     assert Worker(9, 16, 1).device("cpu") == "cpu"
     assert Worker(1, 2).device("cuda") == "cuda", "nothing tells its number on the machine"
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    assert Worker(1, 2, 1).device("auto") == "cpu"
 
 
 def test_every_worker_begins_elsewhere_and_comes_to_every_shard() -> None:

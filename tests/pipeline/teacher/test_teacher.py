@@ -106,7 +106,7 @@ def test_log_probs_are_those_of_transformers_over_real_tokens(tmp_path: Path, fa
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral", "phi"])
-def test_bfloat16_keeps_float32_logits(tmp_path: Path, family: str) -> None:
+def test_bfloat16_keeps_float32_logits(tmp_path: Path, corpus: Path, family: str) -> None:
     folder = save(tmp_path, family)
     teacher = load(folder, "bfloat16")
     output = teacher.output(random_rows(), torch.tensor([4, 9, 7]), need_hidden=True)
@@ -120,6 +120,8 @@ def test_bfloat16_keeps_float32_logits(tmp_path: Path, family: str) -> None:
     weight, bias = teacher.lm_head
     assert (bias is None) == (family != "phi")
     bias = torch.zeros(teacher.vocab_size) if bias is None else bias
+    given = extract_cases.options(folder, corpus, codec={"name": "hidden"}, teacher={"dtype": "bfloat16"})
+    assert torch.equal(run(tmp_path / "out", given).resources["lm_head_bias"], bias)
     rebuilt = (output.hidden.double() @ weight.double().T + bias.double()).log_softmax(-1)
     assert (rebuilt - narrow).abs().max() < 1e-5
 
@@ -175,12 +177,14 @@ def test_a_home_directory_is_found(teacher: Path, monkeypatch: pytest.MonkeyPatc
 
 
 def test_rows_that_cannot_be_scored_are_refused_by_place(loaded: Teacher) -> None:
+    assert loaded.log_probs(random_rows(1, CONTEXT_LENGTH)).shape[1] == CONTEXT_LENGTH - 1
     with pytest.raises(UsageError, match=rf"context.*got 17.*at most {CONTEXT_LENGTH}"):
         loaded.log_probs(random_rows(1, CONTEXT_LENGTH + 1))
     rows = random_rows()
-    rows[1, 4] = VOCAB_SIZE
-    with pytest.raises(UsageError, match="row 21, position 4"):
-        loaded.output(rows, torch.tensor([20, 21, 22]))
+    for token in (VOCAB_SIZE, -1):
+        rows[1, 4] = token
+        with pytest.raises(UsageError, match="row 21, position 4"):
+            loaded.output(rows, torch.tensor([20, 21, 22]))
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
@@ -222,9 +226,9 @@ def test_a_head_that_runs_out_of_memory_keeps_nothing(loaded: Teacher) -> None:
 
 
 def test_tokenizer_of_another_vocabulary_is_refused() -> None:
-    check_vocabulary(50304, 50257, "padded to a round number")
-    check_vocabulary(151936, 151665, "padded to a round number")
-    for num_logits, vocab_size in ((512, 50257), (50257, 512), (32_000, 30_000)):
+    for num_logits, vocab_size in ((50_304, 50_257), (151_936, 151_665), (150, 23), (4000, 3800)):
+        check_vocabulary(num_logits, vocab_size, "padded to a round number")
+    for num_logits, vocab_size in ((512, 50_257), (50_257, 512), (151, 23), (4000, 3799)):
         with pytest.raises(UsageError, match="different vocabularies"):
             check_vocabulary(num_logits, vocab_size, "too narrow, too wide")
 
@@ -237,7 +241,7 @@ def test_without_a_tokenizer_every_logit_is_a_token(tmp_path: Path) -> None:
     assert load(folder).vocab_size == load(folder).log_probs(random_rows()).shape[-1] == PADDED
 
 
-def test_a_device_that_is_not_there_is_refused() -> None:
+def test_a_device_that_is_not_there_is_refused(loaded: Teacher) -> None:
     for name, message in (
         (f"cuda:{torch.cuda.device_count()}", "no such GPU"),
         ("abacus", "unknown device"),
@@ -246,6 +250,9 @@ def test_a_device_that_is_not_there_is_refused() -> None:
     ):
         with pytest.raises(UsageError, match=message):
             resolve_device(name)
+    assert loaded.num_devices == 1
+    loaded.model.transformer.ln_f.to("meta")
+    assert loaded.num_devices == 2
 
 
 # Rows of a forward pass, unless told.

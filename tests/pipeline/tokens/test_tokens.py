@@ -146,6 +146,11 @@ def test_a_changed_corpus_is_refused_by_name(
         os.utime(path, (1, 1))
         return encode(*arguments, **named)
 
+    everything = f"text:{path.parent}/*.txt"
+    prepare(tmp_path / "all", source=everything)
+    (tmp_path / "more.txt").write_text("a dog ran\n")
+    with pytest.raises(GdistillError, match=r"not the one that was tokenized.*more\.txt"):
+        prepare(tmp_path / "all", source=everything)
     monkeypatch.setattr(stage, "encode", meddle)
     with pytest.raises(GdistillError, match="changed while it was read"):
         prepare(tmp_path / "meddled")
@@ -318,8 +323,10 @@ def test_requests_that_cannot_be_met(tmp_path: Path, prepare: Prepare) -> None:
     assert not list(tmp_path.glob("*/tokens"))
 
 
-def test_rows_as_reference_texts(tmp_path: Path, asked: Asked, teacher: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a run's folder and of its store: without the token in front, other special ones stay."""
+def test_rows_as_reference_texts(
+    tmp_path: Path, asked: Asked, teacher: Path, finished: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a run's folder and of its store: without a bos in front, other special ones stay."""
     monkeypatch.setattr("pipeline.references.BLOCK_ROWS", 2)
     rows = run(tmp_path, asked(corpus={"packing": "wrap"})).split("train").read_rows(0, 5)["tokens"]
     tokenizer, out = load_tokenizer(teacher), tmp_path / "references.jsonl"
@@ -328,8 +335,13 @@ def test_rows_as_reference_texts(tmp_path: Path, asked: Asked, teacher: Path, mo
         texts = [json.loads(line)["text"] for line in out.read_text().splitlines()]
         assert texts == [tokenizer.decode(row[1:].tolist()) for row in rows]
         assert all(text.endswith(" <eos>") for text in texts)
-        with pytest.raises(UsageError, match="too few rows"):
-            write_references(place, out, 10**6, "train")
+        for num, split, message in ((10**6, "train", "too few"), (0, "train", "--num"), (1, "test", "unknown split")):
+            with pytest.raises(UsageError, match=message):
+                write_references(place, out, num, split)
+    number = write_references(str(finished / "tokens"), out, None, "validation")
+    rows = all_rows(TokenDataset.open(finished / "tokens"), "validation")
+    texts = [json.loads(line)["text"] for line in out.read_text().splitlines()]
+    assert texts == [tokenizer.decode(row.tolist()) for row in rows] and len(texts) == number
 
 
 # How documents are laid into rows.
@@ -549,7 +561,8 @@ def test_a_killed_process_loses_no_finished_part(
     parts = sorted((tmp_path / ".tokens.partial/train").glob("part-*.parquet"))
     written = {path.name: path.stat().st_mtime_ns for path in parts}
     assert len(written) == 3 and not (tmp_path / "tokens").exists()
-    (tmp_path / ".tokens.partial" / f".journal.json.{'0' * 32}.tmp").write_text("killed while")
+    for name in (".journal.json", "train/.part-00003.parquet"):
+        (tmp_path / f".tokens.partial/{name}.{'0' * 32}.tmp").write_text("killed while")
     saved = load_tokenizer(tmp_path / "tokenizer")
     resumed = prepare(tmp_path, tokenizer=saved)
     kept = {name: (resumed.path / "train" / name).stat().st_mtime_ns for name in written}
