@@ -184,6 +184,9 @@ def test_medusa_samples_are_certified_by_their_backbone(store: Path, tmp_path: P
     (score,) = (one for one in scores if "pass" in one["name"])
     passes = sum(record["verifier_nfe"] for record in records)
     assert score["value"] == pytest.approx(6 * 23 / passes)
+    assert not any(score["details"]["conditional_acceptance_95"]), "six samples are too few"
+    sets.append(read_samples(write_lines(tmp_path / "plain.jsonl", {"tokens": [1, 2]})))
+    assert len(make_scorers(sets)[0]) == 1, "entropy alone, where not all files have passes of a teacher"
     assert score["details"]["teacher_passes"] == passes
     assert score["details"]["accepted_tokens"] == sum(sum(r["accepted"]) for r in records)
     reached, accepted = (sum(r[name][0] for r in records) for name in ("reached", "accepted"))

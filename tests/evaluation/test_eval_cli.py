@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import re
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -84,6 +86,7 @@ def test_a_file_has_a_row_of_its_own_and_no_claim_that_it_does_not_make(tmp_path
     table = evaluate(tmp_path)
     assert "one/samples" in table and "two/samples" in table
     assert "one/samples" not in evaluate(tmp_path / "one")
+    assert "one sample has no spread (all files)" in (tmp_path / "one/report.html").read_text()
     write_lines(tmp_path / "three" / "samples.jsonl", {"tokens": [1, 2]})
     lines = evaluate(tmp_path / "three").splitlines()
     assert next(line for line in lines if line.startswith("samples  1")).split()[2] == "-"
@@ -226,7 +229,7 @@ def write_rows(file: Path, rows: np.ndarray, **fields: object) -> Path:
 
 def test_scores_against_a_store_need_no_model(tmp_path: Path, chain: Path) -> None:
     near, training = markov_text(200, 32, 7), markov_text(1000, 40, 5)[:, :32]
-    far = np.random.default_rng(1).integers(40, size=(200, 32))
+    far = np.random.default_rng(1).integers(40, size=(180, 32))
     for tau, rows in ((1, near), (2, far), (3, training[:200])):
         facts = {"nfe": 8, "processor_seconds": 0.25, "settings": {"tau": tau}}
         write_rows(tmp_path / f"{'abc'[tau - 1]}.jsonl", rows, **facts)
@@ -236,13 +239,14 @@ def test_scores_against_a_store_need_no_model(tmp_path: Path, chain: Path) -> No
     assert [part["processor_seconds_mean"] for part in parts] == [0.25] * 3
     drawn = tables(tmp_path)["How the samples were drawn"]
     assert drawn == [{"samples": name, "tau": tau} for name, tau in zip("abc", "123", strict=True)]
+    assert "All files: nfe 8, seed 0, tokens 32." in (tmp_path / "tables.md").read_text()
     scores = [scores_by_name(part) for part in parts]
     energy = [one["energy_distance"] for one in scores]
     # Rows as long as the samples are: the first 32 tokens.
-    floor = Ruler(ReferenceText.read(chain, 400, 32), 200, None).floor
-    for one in energy:
-        assert one["details"]["floor"] == floor["energy_distance"].value
-        assert one["details"]["floor_samples"] == 200 and one["num_samples"] == 200
+    other, floor = (Ruler(ReferenceText.read(chain, 400, 32), num, None).floor for num in (180, 200))
+    for one, num, own in zip(energy, (200, 180, 200), (floor, other, floor), strict=True):
+        assert one["details"]["floor"] == own["energy_distance"].value
+        assert one["details"]["floor_samples"] == num == one["num_samples"]
         assert one["interval_95"][0] < one["value"] < one["interval_95"][1]
     low, high = energy[0]["details"]["floor_interval_95"]
     assert energy[0]["interval_95"][0] < high and energy[1]["interval_95"][0] > 2 * high > low
@@ -284,6 +288,8 @@ def test_a_sweep_is_a_frontier(tmp_path: Path, chain: Path) -> None:
     by_tau = {point["setting"][-1]: point for point in found["points"] if point["model"] == "mdlm"}
     assert by_tau["2"]["chosen_by"] > 3 * abs(by_tau["2"]["distance"]["high"])
     assert (tmp_path / "out" / "frontier.png").stat().st_size > 1000
+    with pytest.raises(UsageError, match="two runs of one name"):
+        evaluate("frontier", runs[0], runs[0], "--data", chain, "--out", tmp_path / "out")
 
 
 class Halves(Ruler):
@@ -322,14 +328,14 @@ def point(model: str, passes: float, value: float, perplexity: float, chosen_by:
 
 
 def test_who_is_nearest_and_who_beats_whom() -> None:
-    """Nearer, no more perplexing and in no more passes: of b's four settings a beats the last."""
+    """Nearer, no more perplexing and in no more passes: of b's five settings a beats the fourth."""
     better = [point("b", 2.0, 2.0, 20.0), point("b", 8.0, 2.0, 9.0), point("b", 8.0, 0.5, 20.0, -1)]
-    points = [point("a", 4.0, 1.0, 10.0), *better, point("b", 4.0, 2.0, 20.0)]
+    points = [point("a", 4.0, 1.0, 10.0), *better, point("b", 4.0, 2.0, 20.0), point("b", 4.0, 1.0, 10.0)]
     (sentence,) = dominance(points)
-    assert sentence.startswith("a beats 1 of 4 settings of b ")
+    assert sentence.startswith("a beats 1 of 5 settings of b ")
     assert list(nearest(points)) == [("b", 2), ("a", 4), ("b", 4), ("b", 8)]
     assert nearest(points)["b", 8] is better[2], "by the half that chooses"
-    assert pareto([(2.0, 3.0), (1.0, 5.0), (3.0, 4.0), (2.0, 2.0)]) == [(1.0, 5.0), (2.0, 2.0)]
+    assert pareto([(2.0, 3.0), (1.0, 5.0), (3.0, 4.0), (4.0, 2.0), (2.0, 2.0)]) == [(1.0, 5.0), (2.0, 2.0)]
 
 
 def test_naive_samplers_win_what_does_not_rank(tmp_path: Path, chain: Path) -> None:
@@ -342,6 +348,9 @@ def test_naive_samplers_win_what_does_not_rank(tmp_path: Path, chain: Path) -> N
     assert set(found["scores"]) >= {"the text itself", "student: s", "periodic text"}
     with pytest.raises(UsageError, match=r"--num.*got 64"):
         evaluate("check-scores", "--data", chain, "--num", 64)
+    file = write_samples(tmp_path / "reference.jsonl", "a b")
+    with pytest.raises(UsageError, match="no token ids to draw from"):
+        evaluate("check-scores", "--data", file, "--out", tmp_path / "out")
 
 
 # Infilling: what counts as filled, against a judge's sums written out by hand.
@@ -356,7 +365,7 @@ def filled(tmp_path: Path, judge_folder: Path) -> Path:
     """Samples of a student whose tokenizer is the judge's."""
     tokenizer = AutoTokenizer.from_pretrained(judge_folder)
     records = (
-        {"index": index, "tokens": row, "text": tokenizer.decode(row[1:])}
+        {"index": index, "tokens": row, "text": tokenizer.decode(row[1:]), "nfe": 3 + index}
         for index, row in ((1, FILLED[1]), (2, FILLED[0]))  # 2 is the first row again
     )
     write_lines(tmp_path / "samples" / "samples.jsonl", *records)
@@ -378,6 +387,8 @@ def test_the_filled_part_and_the_whole_row_by_hand(filled: Path, judge_folder: P
         expected = float(torch.cat(nats).mean().exp())
         assert scores[name]["value"] == pytest.approx(expected, rel=1e-5)
     assert scores["infill_perplexity"]["details"]["num_tokens"] == 5
+    assert all(score["per_sample"]["indices"] == [1, 2] for score in scores.values())
+    assert re.findall(r"passes (\d)", (filled / "samples/report.html").read_text()) == ["4", "5"]
 
 
 def test_a_judge_of_other_tokens_counts_those_over_the_filled_characters() -> None:
@@ -411,8 +422,13 @@ def test_rows_are_masked_uniformly_and_read_back(tmp_path: Path, chain: Path) ->
         make_infill_rows(data, 401, 2, seed=0)
 
 
-def test_infilling_without_a_judge_is_scored_and_with_one_needs_the_tokenizer(filled: Path, judge_folder: Path) -> None:
+def test_infilling_without_a_judge_is_scored_and_with_one_needs_the_tokenizer(
+    filled: Path, judge_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     words = (filled / "samples", "--infill", filled / "rows.jsonl")
     assert "infill_exact_match" in evaluate(*words)
     with pytest.raises(UsageError, match="--tokenizer"):
         evaluate(*words, "--judge", judge_folder)
+    monkeypatch.chdir(shutil.copytree(judge_folder, filled / "student").parent)
+    (filled / "samples/settings.json").write_text('{"checkpoint": "student"}')
+    assert "infill_perplexity" in evaluate(*words, "--judge", judge_folder)

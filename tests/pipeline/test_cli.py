@@ -24,6 +24,7 @@ from transformers import (
     T5Config,
 )
 
+from pipeline import maze as mazes
 from pipeline.extract import Extractor
 from pipeline.maze import TEACHERS, MazeTeacherConfig
 from pipeline.plan import count_tokens, measured_bytes_per_token, plan_lines
@@ -31,6 +32,7 @@ from pipeline.run import _check_same_tokens, check_teacher, known_teacher, publi
 from pipeline.settings import ExtractRequest, PlanOptions, Worker, resolve_request
 from pipeline.teacher import RawLogits, Teacher
 from pipeline.tokens.tokenizer import load_tokenizer
+from shards.atomic import file_claim
 from shards.codec.protocol import CODECS, make_codec
 from shards.errors import GdistillError, UsageError
 from shards.store.location import open_location
@@ -171,6 +173,8 @@ BAD: dict[str, tuple[list[object], str]] = {
     "worker number": (["--worker", 2, "--workers", 2], "no such worker"),
     "batch size": (["--batch-size", 0], "batch_size"),
     "temperature": (["--set", "sequential.temperature=0"], "temperature"),
+    "nucleus": (["--set", "sequential.nucleus_p=0"], "nucleus_p"),
+    "rows": (["--rows", 0], "store.rows"),
     "idle setting": (["--set", "sequential.temperature=2"], "means nothing in parallel mode"),
     "seed": (["--seed", -1], "seed"),
     "remote folder": (["--out", "s3://bucket/run"], "--store"),
@@ -317,13 +321,22 @@ def test_every_codec_runs_from_the_command_line(extract: Command, tmp_path: Path
         words = ["--codec", codec, "--rows", 8, "--teacher", padded, "--tokenizer", teacher]
         code, said, err = extract(out, *words)
         assert code == 0, err
-        assert "cut there, as asked" in said and f" {VOCAB_SIZE + 3}, the last 3 of no token" in said
+        assert [line.split()[0] for line in said.splitlines() if "cut there, as asked" in line] == ["train"]
+        assert f" {VOCAB_SIZE + 3}, the last 3 of no token" in said
         assert ShardStore.open(out / "store").codec.name == codec
 
 
 def test_maze_brings_its_own_teacher(command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     small = MazeTeacherConfig(2, num_heads=2, hidden_size=32, num_steps=120, learning_rate=1e-2)
     monkeypatch.setitem(TEACHERS, "demo", small)
+    train = mazes.train_maze_teacher
+
+    def alone(*given: Any) -> None:
+        with file_claim(tmp_path / ".teacher.lock", wait=False) as is_free:
+            assert not is_free, "two workers train no two teachers"
+        train(*given)
+
+    monkeypatch.setattr(mazes, "train_maze_teacher", alone)
     words = ["--corpus", "maze:k4", "--teacher-preset", "demo", "--out", tmp_path]
     words += ["--device", "cpu", "--set", "corpus.limit_documents=50", "--set", "corpus.seed=3"]
     code, _, err = command(*words)
@@ -338,12 +351,6 @@ def test_maze_brings_its_own_teacher(command: Command, tmp_path: Path, monkeypat
     assert np.exp(rows["token_log_probs"].sum(1)).mean() == pytest.approx(0.25, abs=0.05)
     shutil.rmtree(tmp_path / "store")
     assert command(*words)[0] == 0, "the teacher is not trained again"
-    (tmp_path / "teacher/maze.json").unlink()  # as of a teacher from elsewhere
-    at = words.index("--teacher-preset")
-    words[at : at + 2], words[words.index("--out") + 1] = ["--teacher", tmp_path / "teacher"], tmp_path / "out"
-    assert command(*words)[0] == 0
-    told = json.loads(ShardStore.open(tmp_path / "out/store").files("corpus")["maze.json"])
-    assert told == {name: value for name, value in maze.items() if name != "teacher_probabilities"}
 
 
 # What a run is refused for is said before stage 1, which may take hours; what ends it later.

@@ -117,8 +117,9 @@ def test_teacher_reaches_the_entropy_of_its_corpus_and_is_left_alone(tmp_path: P
     before = times(out)
     assert train(maze, out, TINY) == report
     assert times(out) == before
-    with pytest.raises(UsageError, match=r"config\.seed"):
-        train(maze, out, MazeTeacherConfig(**{**vars(TINY), "seed": 1}))
+    for layout, seed, match in (("k4", 1, r"config\.seed"), ("m57", 0, r"maze\.name")):
+        with pytest.raises(UsageError, match=match):
+            train(load_maze(layout), out, MazeTeacherConfig(**{**vars(TINY), "seed": seed}))
 
     model = AutoModelForCausalLM.from_pretrained(out)
     assert len(AutoTokenizer.from_pretrained(out)) == model.config.vocab_size == 6

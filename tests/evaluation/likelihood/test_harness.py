@@ -77,7 +77,9 @@ def test_generation_stops_where_it_is_told(model_folder: Path) -> None:
     assert model.generate_until([request("a b", options)])[0] == texts[0]
     assert len(set(texts)) > 1, "each request is drawn anew"
     assert GdistillLM(str(model_folder), nfe=1).generate_until([request("a b", options)] * 8) != texts
-    assert all(len(text.split()) <= 6 for text in texts)
+    assert all(len(text.split()) <= 6 and "b" not in text for text in texts), "which ends this student's texts"
+    (long,) = model.generate_until([request("a b " * 20, {"max_gen_toks": 50})])
+    assert len(long.split()) <= 14, "of a row of 16 with two given"
     word = texts[0].split()[0] if texts[0].split() else "a"
     stopped = model.generate_until([request("a b", options | {"until": ["zzz", word]})])[0]
     assert word not in stopped

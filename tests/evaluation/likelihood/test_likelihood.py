@@ -170,13 +170,18 @@ def test_the_noise_of_the_text_itself_is_named(store: Path, tmp_path: Path) -> N
     assert given.value != prior.value
     student.save_pretrained(tmp_path / "model")
     words = ("--split", "train", "--rows", 8, "--draws", 2, "--seed", 3, "--out", tmp_path)
-    evaluate("perplexity", tmp_path / "model", store, *words)
+    evaluate("perplexity", tmp_path / "model", store, store.parent, *words)  # a store, and the run that it is of
     ours = [part["scores"][0] for part in results(tmp_path).values()]
-    for score, noise in zip(ours, ("posterior", "prior"), strict=True):
+    for score, noise in zip(ours, ("posterior", "prior") * 2, strict=True):
         options: Any = {"noise": noise, "store": store, "split": "train", "num_draws": 2, "seed": 3}
         expected = validation_perplexity(student, data, **options)
         assert score["name"] == expected.name
         assert score["value"] == pytest.approx(expected.value, rel=1e-4)
+    tiny_student("mdlm", "none", row_length=length, vocab_size=vocab_size).save_pretrained(tmp_path / "model")
+    evaluate("perplexity", tmp_path / "model", store, *words)
+    assert [part["scores"][0]["settings"]["noise"] for part in results(tmp_path).values()] == ["none"]
+    with pytest.raises(UsageError, match="--draws"):
+        evaluate("perplexity", tmp_path / "model", store, *words, "--draws", 0)
 
 
 def test_what_does_not_suit_the_student_is_refused(store: Path) -> None:

@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from evaluation.text import reading
-from evaluation.text.mauve_divergence import TextFeatures, mauve_of_histograms, mauve_score, text_features
+from evaluation.text.mauve_divergence import TextFeatures, _cautions, mauve_of_histograms, mauve_score, text_features
 from evaluation.text.reading import JudgeModel, Judging, load_judge
 from shards.errors import GdistillError, UsageError
 from shards.language_model.forward import BatchSize
@@ -260,3 +260,6 @@ def test_many_texts_of_equal_length_need_no_caution(judge: JudgeModel) -> None:
     assert score.cautions == () and score.settings["buckets"] == 100
     few = features.select(np.arange(999))
     assert mauve_score(judge, few, features, max_tokens=9, seeds=(25,)).cautions
+    longer = replace(features, num_tokens=np.full(1000, 12))
+    for pair in ((features, longer), (longer, features)):
+        assert "by length alone" in " ".join(_cautions(*pair))
