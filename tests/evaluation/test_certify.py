@@ -6,6 +6,7 @@ import json
 import math
 import shutil
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from threading import Thread
@@ -105,6 +106,15 @@ def test_a_file_cannot_call_its_tokens_given(models: Path, tmp_path: Path, told:
     write_lines(tmp_path / "samples.jsonl", first | {"tokens": tokens}, *others)
     certify(tmp_path, models / "teacher")
     assert not found(tmp_path)["given_is_checked"], "another first token than the run was given"
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("up up\ndown left\n")
+    sample_coupled(models, tmp_path / "asked", "--prompt-file", prompts)
+    for altered in (False, True):
+        asked = read(tmp_path / "asked/samples.jsonl")
+        asked[3]["tokens"][1] += altered  # a word of the second prompt, when it was asked again
+        write_lines(tmp_path / "asked/samples.jsonl", *asked)
+        certify(tmp_path / "asked", models / "teacher")
+        assert found(tmp_path / "asked")["given_is_checked"] is not altered
     for given, count, said in (
         (LENGTH - 1, 1, "calls tokens given in a run without a prompt"),
         (LENGTH, 20, "nothing to certify"),
@@ -319,13 +329,20 @@ SETTINGS = [
 
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
 def test_right_answers_of_a_known_noise_pass_and_one_altered_token_is_found(
-    settings: dict[str, Any], model: Any, certified: Certified, capsys: pytest.CaptureFixture[str]
+    settings: dict[str, Any],
+    model: Any,
+    certified: Certified,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """Also of several lengths, two in a pass."""
+    monkeypatch.setattr("evaluation.certificate.ROWS_AT_A_TIME", 2)
     records = [served(model, seed, **settings) for seed in (7, 2**40, 2)]
+    del records[1]["answer"]["choices"][0]["token_ids"][9:]
     code, found = certified(*records)
     assert code == 0 and found["is_right"]
-    for verdict in found["answers"]:
-        assert verdict["num_agreeing"] + verdict["num_ties"] == END - len(PROMPT)
+    for verdict, num in zip(found["answers"], (END - len(PROMPT), 9, END - len(PROMPT)), strict=True):
+        assert verdict["num_agreeing"] + verdict["num_ties"] == verdict["num_tokens"] == num
     tokens = records[2]["answer"]["choices"][0]["token_ids"]
     tokens[11] = (tokens[11] + 1) % model.config.vocab_size
     capsys.readouterr()
@@ -357,6 +374,8 @@ def test_the_law_passes_right_engines_and_convicts_others(model: Any) -> None:
         wrong = [Answer("", PROMPT, row) for row in drawn(model, range(8), sharpen)]
         verdict = certify_answers(wrong, model, size)
         assert not verdict.is_right and (verdict.z > 0) == (sharpen < 1)
+        known = [replace(one, checked="noise", num_agreeing=one.num_tokens) for one in verdict.verdicts]
+        assert replace(verdict, verdicts=known).is_right, "however rare a noise is that is known"
 
 
 def test_what_an_answer_leaves_out_is_known_from_its_request() -> None:
