@@ -3,11 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
-import subprocess
-import sys
-import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -256,9 +251,14 @@ PROMPTS = [*({"messages": turns(f"w{i} w{i + 1}")} for i in range(2, 12)), *({"p
 
 
 def test_answers_end_with_an_end_or_the_row(teacher: Path, tmp_path: Path) -> None:
-    """Rows are prompt, answer, end, padding."""
+    """Rows are prompt, answer, end, padding; what is left of them is written to the same bytes."""
     prompts = write_lines(tmp_path / "prompts.jsonl", *PROMPTS)
     store = run(tmp_path / "a", given(teacher, prompts, "prompts"))
+    before = contents(tmp_path / "a/store")
+    for record in sorted((tmp_path / "a/store/ledger").rglob("*.json"))[::2]:
+        record.unlink()
+    run(tmp_path / "a", given(teacher, prompts, "prompts"))
+    assert contents(tmp_path / "a/store") == before
     rows = store.split("train").read_rows(0, store.manifest.splits["train"])
     dataset = TokenDataset.open(tmp_path / "a/tokens")
     marked = dataset.read_marked("train", 0, len(rows["tokens"]))
@@ -272,25 +272,3 @@ def test_answers_end_with_an_end_or_the_row(teacher: Path, tmp_path: Path) -> No
         ended += int(answer[-1]) == EOS
         assert int(answer[-1]) == EOS or first + len(answer) == ROW_LENGTH
     assert ended > 0, "some answers end before the row does"
-
-
-def complete(teacher: Path, prompts: Path, out: Path) -> list[str]:
-    command = [sys.executable, "-m", "pipeline.cli", "complete", "--prompts", str(prompts)]
-    command += ["--teacher", str(teacher), "--out", str(out), "--row-length", str(ROW_LENGTH)]
-    return [*command, "--set", "store.rows_per_shard=2", "--set", "store.rows_per_chunk=2"]
-
-
-@pytest.mark.slow
-def test_answers_are_resumed_to_the_same_bytes(teacher: Path, tmp_path: Path) -> None:
-    """Killed when the first shard is in the ledger."""
-    prompts = write_lines(tmp_path / "prompts.jsonl", *PROMPTS)
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    subprocess.run(complete(teacher, prompts, tmp_path / "a"), env=environment, check=True)
-    begun = subprocess.Popen(complete(teacher, prompts, tmp_path / "b"), env=environment)
-    ledger = tmp_path / "b/store/ledger"
-    while not any(path.is_file() for path in ledger.rglob("*")) and begun.poll() is None:
-        time.sleep(0.001)
-    begun.send_signal(signal.SIGKILL)
-    begun.wait()
-    subprocess.run(complete(teacher, prompts, tmp_path / "b"), env=environment, check=True)
-    assert contents(tmp_path / "a/store") == contents(tmp_path / "b/store")

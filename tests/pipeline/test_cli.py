@@ -24,7 +24,6 @@ from transformers import (
     T5Config,
 )
 
-from pipeline import maze as mazes
 from pipeline.extract import Extractor
 from pipeline.maze import TEACHERS, MazeTeacherConfig
 from pipeline.plan import count_tokens, measured_bytes_per_token, plan_lines
@@ -157,6 +156,7 @@ def test_a_plan_touches_nothing_and_says_what_is_done(extract: Command, tmp_path
     assert "1 shards are not done" in extract(out, "--plan")[1]
 
 
+OF_ENGINE: dict[str, Any] = {"num_top": 0, "in_flight": 0, "url": "localhost:8000"}
 BAD: dict[str, tuple[list[object], str]] = {
     "no corpus": (["--corpus", None], "no corpus"),
     "unknown corpus": (["--corpus", "owtt"], "did you mean 'owt'"),
@@ -172,8 +172,8 @@ BAD: dict[str, tuple[list[object], str]] = {
     "worker": (["--worker", 2], "belong together"),
     "worker number": (["--worker", 2, "--workers", 2], "no such worker"),
     "batch size": (["--batch-size", 0], "batch_size"),
-    "temperature": (["--set", "sequential.temperature=0"], "temperature"),
-    "nucleus": (["--set", "sequential.nucleus_p=0"], "nucleus_p"),
+    "temperature": (["--set", "sequential.temperature=0"], "[sequential.temperature]; got 0"),
+    "nucleus": (["--set", "sequential.nucleus_p=0"], "[sequential.nucleus_p]; got 0"),
     "rows": (["--rows", 0], "store.rows"),
     "idle setting": (["--set", "sequential.temperature=2"], "means nothing in parallel mode"),
     "seed": (["--seed", -1], "seed"),
@@ -181,6 +181,10 @@ BAD: dict[str, tuple[list[object], str]] = {
     "unwritable": (["--out", "{folder}/file/out"], "cannot write there"),
     "rate": (["--plan", None, "--rate", "0"], "plan.rate"),
     "rate alone": (["--rate", "3"], "an option of --plan without it"),
+    "plan of an engine": (["--teacher", None, "--engine", "http://x", "--plan", None], "runs here [--engine]"),
+    "plan of files": (["--corpus", None, "--from-logprobs", "a", "--plan", None], "runs here [--from-logprobs]"),
+    "two corpora": (["--from-logprobs", "a.jsonl"], "their own corpus"),
+    **{name: (["--set", f"engine.{name}={got}"], f"[engine.{name}]; got {got}") for name, got in OF_ENGINE.items()},
     "config file": (["--config", "/nonexistent.toml"], "cannot read the config file"),
 }
 
@@ -329,14 +333,10 @@ def test_every_codec_runs_from_the_command_line(extract: Command, tmp_path: Path
 def test_maze_brings_its_own_teacher(command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     small = MazeTeacherConfig(2, num_heads=2, hidden_size=32, num_steps=120, learning_rate=1e-2)
     monkeypatch.setitem(TEACHERS, "demo", small)
-    train = mazes.train_maze_teacher
-
-    def alone(*given: Any) -> None:
-        with file_claim(tmp_path / ".teacher.lock", wait=False) as is_free:
-            assert not is_free, "two workers train no two teachers"
-        train(*given)
-
-    monkeypatch.setattr(mazes, "train_maze_teacher", alone)
+    held = list[tuple[str, bool]]()
+    monkeypatch.setattr(
+        "pipeline.run.file_claim", lambda at, wait: held.append((at.name, wait)) or file_claim(at, wait)
+    )
     words = ["--corpus", "maze:k4", "--teacher-preset", "demo", "--out", tmp_path]
     words += ["--device", "cpu", "--set", "corpus.limit_documents=50", "--set", "corpus.seed=3"]
     code, _, err = command(*words)
@@ -351,6 +351,7 @@ def test_maze_brings_its_own_teacher(command: Command, tmp_path: Path, monkeypat
     assert np.exp(rows["token_log_probs"].sum(1)).mean() == pytest.approx(0.25, abs=0.05)
     shutil.rmtree(tmp_path / "store")
     assert command(*words)[0] == 0, "the teacher is not trained again"
+    assert held.count((".teacher.lock", True)) == 2, "nor by two workers at once"
 
 
 # What a run is refused for is said before stage 1, which may take hours; what ends it later.

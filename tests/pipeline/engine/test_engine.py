@@ -281,13 +281,6 @@ def test_who_is_asked(server: EngineServer, monkeypatch: pytest.MonkeyPatch) -> 
             _ = engine(url, model="other").model
 
 
-def test_settings_out_of_range_are_refused() -> None:
-    settings: dict[str, Any] = {"num_top": 0, "in_flight": 0, "url": "localhost:8000"}
-    for name, value in settings.items():
-        with pytest.raises(UsageError, match=f"engine.{name}"):
-            EngineSettings(**{name: value})
-
-
 # Stores from an engine: what our own extraction of the same rows writes, to rounding.
 
 NUM_TOP = 8
@@ -628,20 +621,6 @@ def test_requests_that_no_engine_can_meet(asked: Asked, tmp_path: Path) -> None:
                 run(out, {**request(asked, NOBODY), **changes})
             assert not (out / "store").exists()
             assert request is scores or not out.exists()
-    given = scores(asked, NOBODY)
-    given["engine"]["max_tries"] = 1
-    with pytest.raises(GdistillError, match="does not answer"):
-        run(tmp_path, given)
-    assert not (tmp_path / "tokens").exists(), "a server that is not there is told before stage 1"
-
-
-def test_what_cannot_be_planned_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    owt = ["--corpus", "owt"]
-    files, server = ["--from-logprobs", "a.jsonl"], ["--engine", "http://x", *owt]
-    cases = [([*source, "--plan"], f"teacher that runs here [{source[0]}]") for source in (files, server)]
-    for words, message in [*cases, ([*owt, *files], "their own corpus")]:
-        assert call("gdistill-extract", "--out", tmp_path, *words) == 2
-        assert message in capsys.readouterr().err
 
 
 def test_a_store_keeps_as_many_tokens_as_the_engine_is_asked_for(tmp_path: Path) -> None:

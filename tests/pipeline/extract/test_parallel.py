@@ -115,13 +115,19 @@ def test_accelerate_writes_the_bytes_of_one(trial: Trial, teacher: Path, corpus:
     trial.require_bytes_of_one()
 
 
-def test_shards_of_a_killed_worker_are_taken_up_by_the_next_run(trial: Trial) -> None:
+def require_full_bar(capsys: pytest.CaptureFixture[str]) -> None:
+    done, total = re.findall(r"extract: (\S+)/(\S+) tok", capsys.readouterr().err)[-1]
+    assert done == total
+
+
+def test_shards_of_a_killed_worker_are_taken_up_by_the_next_run(trial: Trial, capsys: Any) -> None:
     worker = trial.start(pause=PAUSE_SECONDS)
     trial.wait_for_shards(2)
     worker.kill()
     end(worker)
     assert trial.unfinished(), "it was killed in the middle"
     trial.run()
+    require_full_bar(capsys)
     trial.require_bytes_of_one()
 
 
@@ -189,11 +195,7 @@ def test_a_shard_whose_holder_dies_after_it_was_passed_is_taken_over(
 
 
 def test_a_shard_that_its_holder_finishes_is_not_computed_again(
-    trial: Trial,
-    holder: ExitStack,
-    at_each_pause: Pauses,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    trial: Trial, holder: ExitStack, at_each_pause: Pauses, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
     """But it is counted by the bar."""
     write, written, own = ShardWriter.write, list[str](), list[str]()
@@ -210,8 +212,7 @@ def test_a_shard_that_its_holder_finishes_is_not_computed_again(
     monkeypatch.setattr(ShardWriter, "write", noted)
     at_each_pause(finish)
     trial.run(0, 2)
-    done, total = re.findall(r"extract: (\S+)/(\S+) tok", capsys.readouterr().err)[-1]
-    assert done == total
+    require_full_bar(capsys)
     assert len(own) == len(written) - 1 and len(set(written)) == len(written)
     trial.require_bytes_of_one()
 
