@@ -14,7 +14,7 @@ from evaluation.samples import DataRows
 from evaluation.score import PerSample, Score
 from shards.console import progress_bar
 from shards.errors import GdistillError, UsageError
-from shards.settings import derive_seed
+from shards.settings import derive_seed, generator
 from shards.store.store import ShardStore
 from shards.stream.stream import RowBatch
 from trainer.objective.batch import Batch, BatchMaker
@@ -78,12 +78,15 @@ def validation_perplexity(
     opened = ShardStore.find(store) if noise == "posterior" and store is not None else None
     with progress_bar("validation", num_draws * data.rows.size) as bar:
         for draw in range(num_draws):
+            # Strata of t, of all rows however many are read at a time; a row has another one in every draw.
+            slots = torch.randperm(len(data.rows), generator=generator(seed, "likelihood strata", draw))
             for start in range(0, len(data.rows), batch_size):
                 part = range(start, min(start + batch_size, len(data.rows)))
                 if opened is not None:
-                    batch = _stored(opened, split, part, draw, seed, student.device)
+                    make = BatchMaker(opened, split, seed, student.device, with_noise=True)
+                    batch = _stored(make, part, slots, draw)
                 else:
-                    batch = _plain(student, data, part, draw, seed, noise)
+                    batch = _plain(student, data, part, slots, draw, seed, noise)
                 with torch.no_grad():
                     found = student.loss(batch, time_bounds=FULL).row_nlls
                 nats[part.start : part.stop] += found.double().cpu().numpy() / num_draws
@@ -130,16 +133,14 @@ def _check(student: Student, data: DataRows, noise: NoiseSource, store: Path | N
         raise UsageError(what, where=where, got=got, expected=expected)
 
 
-def _stored(store: ShardStore, split: str, part: range, draw: int, seed: int, device: torch.device) -> Batch:
+def _stored(make: BatchMaker, part: range, slots: Int[Tensor, "n"], draw: int) -> Batch:
     """Rows of a store with the teacher's noise."""
-    make = BatchMaker(store, split, seed, device, with_noise=True)
-    arrays = store.split(split, make.arrays).read_rows(part.start, part.stop)
+    arrays = make.store.split(make.split, make.arrays).read_rows(part.start, part.stop)
     tensors: dict[str, Any] = {name: torch.from_numpy(value) for name, value in arrays.items()}
-    ids, slots = torch.tensor(part), torch.arange(len(part))
-    return make(RowBatch(tensors, ids, slots, len(part), draw, 0))
+    return make(RowBatch(tensors, torch.tensor(part), slots[part.start : part.stop], len(slots), draw, 0))
 
 
-def _plain(student: Student, data: DataRows, part: range, draw: int, seed: int, noise: NoiseSource) -> Batch:
+def _plain(student: Student, data: DataRows, part: range, slots: Tensor, draw: int, seed: int, noise: str) -> Batch:
     """Rows without noise, or with the prior's."""
     device = student.device
     tokens = torch.from_numpy(data.rows[part.start : part.stop]).to(device)
@@ -149,8 +150,8 @@ def _plain(student: Student, data: DataRows, part: range, draw: int, seed: int, 
         tokens=tokens,
         token_log_probs=torch.zeros(tokens.shape, device=device),
         row_ids=ids,
-        slots=torch.arange(len(part), device=device),
-        global_batch_size=len(part),
+        slots=slots[part.start : part.stop].to(device),
+        global_batch_size=len(slots),
         epoch=draw,
         seed=seed,
         noise=prior_noise(student, ids, length, seed, draw) if noise == "prior" else None,

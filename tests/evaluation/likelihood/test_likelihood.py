@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from benchmarks.goldens import predict
+from evaluation.likelihood import validation
 from evaluation.likelihood.completion import CompletionScorer
 from evaluation.likelihood.validation import prior_noise, validation_perplexity
 from evaluation.samples import DataRows, read_data_rows
@@ -159,7 +160,7 @@ def test_the_bound_is_the_same_whatever_the_draws_and_the_batch() -> None:
     assert abs(first - once).max() > 1e-3, "of draws that differ"
 
 
-def test_the_noise_of_the_text_itself_is_named(store: Path, tmp_path: Path) -> None:
+def test_the_noise_of_the_text_itself_is_named(store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     data = read_data_rows(store, "train", 8)
     length, vocab_size = data.rows.shape[1], data.vocab_size
     student = tiny_student("mdlm", "gumbel", row_length=length, vocab_size=vocab_size)
@@ -168,12 +169,22 @@ def test_the_noise_of_the_text_itself_is_named(store: Path, tmp_path: Path) -> N
     assert given.name == "conditional_validation_perplexity" != prior.name
     assert "inferred from the very text" in given.cautions[0] and not prior.cautions
     assert given.value != prior.value
+    draws: list[int] = []
+    monkeypatch.setattr(validation, "prior_noise", lambda *of: draws.append(of[-1]) or prior_noise(*of))
+    for whole, noise in ((given, "posterior"), (prior, "prior")):
+        options: Any = {"noise": noise, "store": store, "split": "train"}
+        small = validation_perplexity(student, data, batch_size=3, **options)
+        assert small.per_sample.numerators == pytest.approx(whole.per_sample.numerators, rel=1e-4)  # type: ignore[union-attr]
+        assert validation_perplexity(student, data, num_draws=2, **options).value != pytest.approx(
+            whole.value, rel=1e-4
+        )
+    assert {*draws} == {0, 1}, "noise of its own in every draw"
     student.save_pretrained(tmp_path / "model")
     words = ("--split", "train", "--rows", 8, "--draws", 2, "--seed", 3, "--out", tmp_path)
     evaluate("perplexity", tmp_path / "model", store, store.parent, *words)  # a store, and the run that it is of
     ours = [part["scores"][0] for part in results(tmp_path).values()]
     for score, noise in zip(ours, ("posterior", "prior") * 2, strict=True):
-        options: Any = {"noise": noise, "store": store, "split": "train", "num_draws": 2, "seed": 3}
+        options = {"noise": noise, "store": store, "split": "train", "num_draws": 2, "seed": 3}
         expected = validation_perplexity(student, data, **options)
         assert score["name"] == expected.name
         assert score["value"] == pytest.approx(expected.value, rel=1e-4)
