@@ -106,9 +106,8 @@ def test_a_file_cannot_call_its_tokens_given(models: Path, tmp_path: Path, told:
     write_lines(tmp_path / "samples.jsonl", first | {"tokens": tokens}, *others)
     certify(tmp_path, models / "teacher")
     assert not found(tmp_path)["given_is_checked"], "another first token than the run was given"
-    prompts = tmp_path / "prompts.txt"
-    prompts.write_text("up up\ndown left\n")
-    sample_coupled(models, tmp_path / "asked", "--prompt-file", prompts)
+    (tmp_path / "prompts").write_text("up up\ndown left\n")
+    sample_coupled(models, tmp_path / "asked", "--prompt-file", tmp_path / "prompts")
     for altered in (False, True):
         asked = read(tmp_path / "asked/samples.jsonl")
         asked[3]["tokens"][1] += altered  # a word of the second prompt, when it was asked again
@@ -201,6 +200,9 @@ def test_medusa_samples_are_certified_by_their_backbone(store: Path, tmp_path: P
     assert score["details"]["accepted_tokens"] == sum(sum(r["accepted"]) for r in records)
     reached, accepted = (sum(r[name][0] for r in records) for name in ("reached", "accepted"))
     assert score["details"]["conditional_acceptance"][0] == pytest.approx(accepted / reached)
+    counts = {"tokens": [1, 2], "accepted": [1, 0], "reached": [2, 0], "verifier_nfe": 3}
+    far = [read_samples(write_lines(tmp_path / "far.jsonl", counts))]
+    assert make_scorers(far)[0][1](far[0])[0].details["conditional_acceptance"] == [0.5], "of places that were reached"
     records[3]["tokens"][20] = (records[3]["tokens"][20] + 1) % 12
     write_lines(samples / "samples.jsonl", *records)
     assert certify(samples, backbone) == 1
@@ -404,6 +406,8 @@ def test_ties_and_the_law_by_hand() -> None:
     for gap, expected in ((1e-6, (1, 0)), (1e-3, (0, 1))):
         verdict = judge(Answer("", [0], [1], temperature=0), torch.tensor([[1.0, 1 - gap]]), TIES["float32"])
         assert (verdict.num_ties, verdict.num_faults) == expected
+        verdict = judge(Answer("", [0], [1], top_k=1), torch.tensor([[1.0, 1 - gap]]), TIES["float32"])
+        assert verdict.num_impossible == expected[1], "the law: cut off by so little is not cut off"
     logits, rule, within = torch.tensor([[1.0, 1 - 1e-6]] * 2), TokenRule(top_k=1), torch.full((2,), 1e-4)
     scores, tokens = torch.tensor([[0.0, 5.0], [5.0, 0.0]]), torch.tensor([1, 0])
     for slack, ties in ((1e-5, [True, False]), (1e-8, [False, False])):
@@ -450,7 +454,8 @@ def test_a_server_is_asked_and_its_answers_are_kept(
     asked = ("--num", 3, "--request", '{"temperature": 0.9, "seed": 5}', *KNOWN)
     assert call("gdistill-eval", "certify", url, *into, *asked) == 0
     kept = read(tmp_path / "answers.jsonl")
-    assert [record["request"]["seed"] for record in kept] == [5, 6, 7]
+    sent = [record["request"] for record in kept]
+    assert [(one["seed"], one["temperature"]) for one in sent] == [(5, 0.9), (6, 0.9), (7, 0.9)]
     code, found = certified(*kept)
     assert code == 0 and len(found["answers"]) == 3
     assert call("gdistill-eval", "certify", "http://127.0.0.1:9", *into) != 0

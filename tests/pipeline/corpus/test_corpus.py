@@ -190,6 +190,8 @@ def test_odd_names_of_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     for name in ("a[1].txt", "C#.txt", "B.TXT"):
         (tmp_path / name).write_text(name)
         assert everything(name, **ALL) == everything(f"~/{name}", **ALL) == [name]
+    (tmp_path / "D.TXT.GZ").write_bytes(gzip.compress(b"packed", mtime=0))
+    assert everything("D.TXT.GZ", **ALL) == ["packed"]
     (tmp_path / "a#b.jsonl").write_text('{"body": "x", "text": "y"}\n')
     for spec, text in (("a#b.jsonl#body", "x"), ("a#b.jsonl", "y")):
         assert everything(spec, **ALL) == [text]
@@ -277,14 +279,6 @@ def test_text_that_is_not_utf8(tmp_path: Path) -> None:
     ):
         with pytest.raises(GdistillError, match=message):
             everything(f"{tmp_path}/{name}")
-
-
-def test_control_characters_are_kept_and_counted(tmp_path: Path) -> None:
-    path = tmp_path / "a.txt"
-    path.write_bytes(b"a\x00b\tc\x7f\x1b\n")
-    tally, config = Tally(), corpus_config(f"text:{path}", ALL)
-    assert list(read_documents(config, "train", tally)) == ["a\x00b\tc\x7f\x1b"]
-    assert tally.num_control_characters == 3
 
 
 @pytest.mark.parametrize(

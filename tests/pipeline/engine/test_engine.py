@@ -73,6 +73,8 @@ def test_files_of_the_documented_schema_are_read_by_index(tmp_path: Path, kind: 
     rows = files.read(1, 3)
     assert same_length(rows, 3, "x").tolist() == [[0, 3, 5], [0, 3, 6]]
     assert rows[0].top_ids.tolist() == [[-1, -1], [3, 1], [1, -1]]
+    with pytest.raises(GdistillError, match=r"different lengths.*3 tokens.*4"):
+        same_length(rows, 4, "x")
     known = files.sha256
     paths[1].write_bytes(paths[0].read_bytes())
     assert ScoreFiles.open(paths, vocab_size=8, num_top=2).sha256 != known, "of all files"
@@ -149,13 +151,6 @@ def test_bad_files_are_named(tmp_path: Path) -> None:
             read_one(tmp_path / name)
     with pytest.raises(UsageError, match=r"no scored rows.*\.csv"):
         ScoreFiles.open([tmp_path / "d.csv"], 8, 2)
-
-
-def test_rows_of_different_lengths_are_refused(tmp_path: Path) -> None:
-    short = {name: value[:2] for name, value in RECORD.items()}
-    path = write_lines(tmp_path / "a.jsonl", RECORD, short)
-    with pytest.raises(GdistillError, match=r"different lengths.*2 tokens.*3"):
-        same_length(ScoreFiles.open([path], 8, 2).read(0, 2), 3, str(path))
 
 
 # Scores from a server: right, in order, through misbehaviour, and never of another model.

@@ -63,6 +63,7 @@ def test_store_holds_rows_and_what_the_teacher_says_of_them(finished: Path, teac
     # What makes it self-contained, and the packages that decide meaning. Those that move last
     # bits stand beside it, so that an upgrade does not end a store.
     assert set(store.files("tokenizer")) == {"tokenizer.json", "tokenizer_config.json"}
+    assert store.manifest.tokenizer == {"id": teacher.name, "sha256": dataset.record["tokenizer"]["sha256"]}
     assert set(store.manifest.versions) == {"gdistill", "numcodecs", "tokenizers", "zarr"}
     (way,) = read_ways(store.location)
     assert way["torch"] == torch.__version__
@@ -341,6 +342,7 @@ def test_later_workers_compute_as_the_first(
     half_done(tmp_path)
     run(tmp_path, asked(batch_size=2, threads=1))
     assert len(said) == 1 and "threads 1 (was 2), rows_per_pass 2 (was 3)" in said[0], "what was asked for is done"
+    assert json.loads((tmp_path / "config.json").read_text())["batch_size"] == 2
     # A GPU's rows of a pass are none of a CPU's.
     half_done(tmp_path)
     (tmp_path / "store" / COMPUTED_FILE).unlink()

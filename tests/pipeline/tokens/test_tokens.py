@@ -123,14 +123,14 @@ def test_a_finished_stage_is_left_alone_and_outlives_its_corpus(
 
 
 def test_the_record_counts_what_the_policy_met(tmp_path: Path, prepare: Prepare) -> None:
-    lines = [b"a cat sat on a mat", b"", b"a \x01 dog", b"a \xff dog", b"the end"]
+    lines = [b"a cat sat on a mat", b"", b"a\x00 \x01 dog\t\x7f\x1b", b"a \xff dog", b"the end"]
     (tmp_path / "a.txt").write_bytes(b"\n".join(lines) + b"\n")
     settings: dict[str, Any] = {"validation_documents": 1, "on_bad_utf8": "skip", "row_length": 4}
     record = prepare(tmp_path, source=f"text:{tmp_path}/a.txt", **settings).record["splits"]
     counted = ("num_documents", "num_empty", "num_bad_utf8", "num_control_characters")
-    assert [record["train"][name] for name in counted] == [2, 1, 1, 1]
+    assert [record["train"][name] for name in counted] == [2, 1, 1, 4]
     assert [record["validation"][name] for name in counted] == [1, 0, 0, 0]
-    assert record["train"]["num_bytes"] == len("a cat sat on a mat" + "a \x01 dog")
+    assert record["train"]["num_bytes"] == len(lines[0] + lines[2]), "they are kept"
 
 
 def test_a_changed_corpus_is_refused_by_name(
