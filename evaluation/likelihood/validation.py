@@ -88,7 +88,7 @@ def validation_perplexity(
                 else:
                     batch = _plain(student, data, part, slots, draw, seed, noise)
                 with torch.no_grad():
-                    found = student.loss(batch, time_bounds=FULL).row_nlls
+                    found = student.loss(batch.to(student.device), time_bounds=FULL).row_nlls
                 nats[part.start : part.stop] += found.double().cpu().numpy() / num_draws
                 bar.advance(batch.tokens.numel())
     if not np.isfinite(nats).all():

@@ -27,6 +27,8 @@ from safetensors.torch import load_file
 
 from benchmarks.synthetic import batch_reader, synthetic_output, unigram
 from benchmarks.synthetic import write_store as write_synthetic
+from evaluation.likelihood.validation import NoiseSource, validation_perplexity
+from evaluation.samples import read_data_rows
 from evaluation.text.mauve_divergence import text_features
 from evaluation.text.reading import JudgeModel, Judging
 from pipeline.extract import to_host
@@ -318,6 +320,12 @@ def judge(features: bool) -> Counts:
     return waits_per(read)
 
 
+def perplexity(noise: NoiseSource) -> Counts:
+    place, model = Path(store("posterior").location.url), student().eval()
+    how: dict[str, Any] = {"noise": noise, "store": place, "split": "train", "batch_size": 2}
+    return waits_per(lambda _: validation_perplexity(model, read_data_rows(place, "train", 4), **how))
+
+
 def moved() -> Counts:
     model = student().eval()
     return waits_per(lambda _: model(torch.zeros(1, 16, dtype=torch.long, device="cuda")))
@@ -352,6 +360,7 @@ SCENARIOS: dict[str, Callable[[], Counts]] = {
     "verified pass, apd": partial(verified, "mdlm", "apd", mixture_weight=0.5),
     "judge, a batch of texts": partial(judge, False),
     "judge, a batch of texts, mauve features": partial(judge, True),
+    **{f"perplexity, {noise} noise": partial(perplexity, noise) for noise in ("posterior", "prior")},
     "student moved and asked for logits": moved,
 }
 

@@ -25,6 +25,7 @@ CEILINGS = {
     "training run, resumed": 1200,
     "verified pass": 30,
     "judge": 5,
+    "perplexity": 10,
     "student": 1,
 }
 """Waits per repetition, by the longest name that a scenario's name begins with.
