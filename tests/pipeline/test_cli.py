@@ -182,7 +182,6 @@ BAD: dict[str, tuple[list[object], str]] = {
     "seed": (["--seed", -1], "seed"),
     "remote folder": (["--out", "s3://bucket/run"], "--store"),
     "unwritable": (["--out", "{folder}/file/out"], "cannot write there"),
-    "rate": (["--plan", None, "--rate", "0"], "plan.rate"),
     "rate alone": (["--rate", "3"], "an option of --plan without it"),
     "plan of an engine": (["--teacher", None, "--engine", "http://x", "--plan", None], "runs here [--engine]"),
     "plan of files": (["--corpus", None, "--from-logprobs", "a", "--plan", None], "runs here [--from-logprobs]"),

@@ -126,7 +126,7 @@ def test_bfloat16_keeps_float32_logits(tmp_path: Path, corpus: Path, family: str
     assert (rebuilt - narrow).abs().max() < 1e-5
 
 
-def test_a_compiled_teacher_scores_through_the_compiled_model(teacher: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_teacher_is_compiled_and_attends_as_asked(teacher: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     used: list[object] = []
 
     def compile_(model: torch.nn.Module, **_: object) -> object:
@@ -142,9 +142,6 @@ def test_a_compiled_teacher_scores_through_the_compiled_model(teacher: Path, mon
     compiled = load(teacher, compiled=True)
     assert torch.allclose(compiled.log_probs(random_rows()), plain, atol=1e-5)
     assert used == [compiled.model]
-
-
-def test_the_attention_kernel_is_the_one_asked_for(teacher: Path) -> None:
     for kernel in ("eager", "sdpa"):
         assert load(teacher, attention=kernel).model.config._attn_implementation == kernel
 

@@ -321,6 +321,9 @@ def test_requests_that_cannot_be_met(tmp_path: Path, prepare: Prepare) -> None:
     with pytest.raises(GdistillError, match=r"cannot write the token rows.*file"):
         prepare(tmp_path / "file/run")
     assert not list(tmp_path.glob("*/tokens"))
+    for packing, length in (("concat", 1), ("wrap", 2), ("pad", 2)):
+        with pytest.raises(UsageError, match="too short"):
+            Packer(packing, length, IDS)  # type: ignore[arg-type]
 
 
 def test_rows_as_reference_texts(
@@ -398,12 +401,6 @@ def test_batch_borders_and_resumes_leave_no_trace(
         stream = [token for text in texts for token in [*text, 101]]
         assert rows.reshape(-1).tolist() == stream[: rows.size]
         assert rows.size + whole.num_dropped_tokens == len(stream)
-
-
-def test_rows_without_room_are_refused() -> None:
-    for packing, length in (("concat", 1), ("wrap", 2), ("pad", 2)):
-        with pytest.raises(UsageError, match="too short"):
-            Packer(packing, length, IDS)  # type: ignore[arg-type]
 
 
 # Long documents are tokenized in pieces.
