@@ -169,15 +169,17 @@ def test_the_noise_of_the_text_itself_is_named(store: Path, tmp_path: Path, monk
     assert given.name == "conditional_validation_perplexity" != prior.name
     assert "inferred from the very text" in given.cautions[0] and not prior.cautions
     assert given.value != prior.value
-    draws, epochs, loss = list[int](), list[int](), type(student).loss
+    draws, seen, loss = list[int](), list[Any](), type(student).loss
     monkeypatch.setattr(validation, "prior_noise", lambda *of: draws.append(of[-1]) or prior_noise(*of))
-    monkeypatch.setattr(type(student), "loss", lambda s, b, **how: epochs.append(b.epoch) or loss(s, b, **how))
+    monkeypatch.setattr(type(student), "loss", lambda s, b, **how: seen.append(b) or loss(s, b, **how))
     for noise in ("posterior", "prior"):
         options: Any = {"noise": noise, "store": store, "split": "train"}
         ours, theirs = (validation_perplexity(student, data, batch_size=n, **options).per_sample for n in (3, 8))
         assert ours.numerators == pytest.approx(theirs.numerators, rel=1e-4)
         validation_perplexity(student, data, num_draws=2, **options)
-        assert epochs[-2:] == [0, 1] and draws[-2:] in ([], [0, 1]), "times, masks and noise of its own in every draw"
+        assert [batch.epoch for batch in seen[-2:]] == [0, 1] and draws[-2:] in ([], [0, 1])
+        first, second = (batch.slots.tolist() for batch in seen[-2:])
+        assert sorted(first) == sorted(second) == [*range(8)] and first != second, "strata of its own in every draw"
     student.save_pretrained(tmp_path / "model")
     words = ("--split", "train", "--rows", 8, "--draws", 2, "--seed", 3, "--out", tmp_path)
     evaluate("perplexity", tmp_path / "model", store, store.parent, *words)  # a store, and the run that it is of
