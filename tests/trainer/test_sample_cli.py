@@ -20,11 +20,14 @@ import torch
 from transformers import AutoModel
 
 from shards.atomic import exclusive
+from shards.errors import UsageError
 from tests.trainer.sampling_cases import LENGTH, VOCAB, WORDS, command, read, save, save_models, without_seconds
 from trainer.sampling import command as run_module
 from trainer.sampling.command import SampleRun
+from trainer.sampling.given import encode, prompted
 from trainer.sampling.noise import noise_of_rows
 from trainer.sampling.verifier import load_verifier
+from trainer.students.registry import StudentConfig
 
 
 @pytest.fixture(scope="module")
@@ -184,12 +187,12 @@ def test_infilling(models: Path, tmp_path: Path) -> None:
     lines = [
         {"tokens": [0, 5, None, 7, None, 2]},
         {"tokens": [0, 5, 6, 7, 8, 9, 10, 2], "masked": [2, 3, 4]},
-        {"text": "up up down left", "masked": [2]},
+        {"text": "up up down left", "masked": [2, 4]},
     ]
     rows.write_text("\n".join(map(json.dumps, lines)))
     records = sampled(models / "mdlm", "--infill", rows, out=tmp_path / "out")
-    assert [record["filled"] for record in records] == [[2, 4], [2, 3, 4], [2]]
-    expected = [[0, 5, None, 7, None, 2], [0, 5, *[None] * 3, 9, 10, 2], [0, 2, None, 3, 4]]
+    assert [record["filled"] for record in records] == [[2, 4], [2, 3, 4], [2, 4]]
+    expected = [[0, 5, None, 7, None, 2], [0, 5, *[None] * 3, 9, 10, 2], [0, 2, None, 3, None]]
     for record, given in zip(records, expected, strict=True):
         pairs = zip(record["tokens"], given, strict=True)
         assert all(theirs is None or ours == theirs for ours, theirs in pairs)
@@ -390,7 +393,7 @@ def refusal(capsys: pytest.CaptureFixture[str], *arguments: object, code: int = 
         ("bd3lm", "--length 10", "block size does not divide"),
         ("mdlm", "--length 24", "longer than the student's"),
         ("mdlm", "--length 1", "nothing to fill [--length]"),
-        ("mdlm", "--prompt " + "up," * LENGTH, "longer than the row"),
+        ("mdlm", "--prompt " + "up," * (LENGTH - 1), f"longer than the row [prompt 0]; got {LENGTH} tokens with bos"),
         ("mdlm", "--prompt \udcff", "not UTF-8"),
         ("mdlm", "--prompt up --prompt-file x", "exclude each other"),
         ("mdlm", "--prompt-file absent.txt", "cannot read"),
@@ -412,10 +415,22 @@ def test_mistakes_are_one_line(model: str, words: str, message: str, models: Pat
     assert not (tmp_path / "out").exists()
 
 
+def test_a_text_has_its_own_ids_alone() -> None:
+    config = StudentConfig(vocab_size=4, row_length=9, bos_token_id=None)
+    tokenizer = SimpleNamespace(encode=lambda text, add_special_tokens: [3] * add_special_tokens + [*map(int, text)])
+    assert encode("12", tokenizer, config, "here") == [1, 2]
+    for text, message in (("14", "ids outside .*expected below 4"), ("", "an empty prompt and no bos token")):
+        with pytest.raises(UsageError, match=message):
+            prompted([text], tokenizer, config, 9)
+
+
 @pytest.mark.parametrize(
     ("line", "message"),
     [
         ('{"tokens": [0, 99]}', "position 1"),
+        ('{"tokens": [0, true, null]}', "position 1"),
+        ('{"tokens": [0, 3], "masked": [true]}', "bad positions"),
+        ('{"tokens": [0]}', "cannot be filled"),
         ('{"tokens": [0, 3, 4]}', "nothing to fill"),
         ('{"tokens": [null, 3, 4]}', "position 0"),
         ('{"tokens": [0, 3], "masked": [7]}', "bad positions"),
