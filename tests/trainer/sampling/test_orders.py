@@ -21,7 +21,7 @@ from trainer.sampling.fill import Rows, fill
 from trainer.sampling.noise import RowNoise, SampleKeys, TokenRule
 from trainer.sampling.orders import ConfidenceSampler, FixedCountSampler, certainty, gumbels
 from trainer.sampling.registry import make_sampler
-from trainer.sampling.stopping import StopRule, unigram_entropy_nats
+from trainer.sampling.stopping import SampleResult, StopRule, unigram_entropy_nats
 
 IDS = torch.tensor([5, 0, 17, 2, 9])
 
@@ -119,6 +119,34 @@ def test_samples_end_at_eos(name: str, settings: dict[str, Any]) -> None:
     check.ended_at_eos(stopped, free, eos)
     assert 5 < (free.tokens[:, 1:] == eos).any(dim=1).sum() < 60
     assert stopped.nfe.sum() < free.nfe.sum()
+
+
+def test_ends_and_redraws_by_hand() -> None:
+    """eos is 1. An end counts where it was filled in; the tokens before it are judged, if there are three."""
+    rule, calls = StopRule(at_eos=True, min_entropy_nats=0.7, entropy_window=3, max_tries=3), list[Any]()
+    tokens = torch.tensor([[1, 4, 5, 1, 7], [0, 2, 6, 6, 6], [0, 1, 6, 6, 6], [0, 2, 1, 4, 5], [0, 6, 6, 1, 9]])
+    filled = torch.arange(5).expand(5, 5) > 0
+    filled[3, 2] = False
+
+    def result(tokens: torch.Tensor, filled: torch.Tensor, nfe: int) -> SampleResult:
+        counts = torch.full((len(tokens),), nfe)
+        made = SampleResult(tokens, counts, counts, {"verifier_nfe": counts, "times": counts})
+        return rule.judged(made, filled, 1)
+
+    def draw_again(rows: torch.Tensor, attempt: int) -> SampleResult:
+        calls.append((rows.tolist(), attempt))
+        again = torch.tensor([[0, 2, 1, 4, 5], [0, 6, 6, 6, 6]])[-len(rows) :]
+        return result(again, filled[rows], 10)
+
+    first = result(tokens, filled, 1)
+    assert first.lengths.tolist() == [4, 5, 2, 5, 4]
+    assert first.details["low_entropy"].tolist() == [False, True, False, False, True]
+    last = rule.redrawn(first, draw_again)
+    assert calls == [([1, 4], 1), ([4], 2)] and last.details["attempt"].tolist() == [0, 1, 0, 0, 2]
+    assert last.lengths.tolist() == [4, 3, 2, 5, 5] and last.tokens[[1, 4], 3].tolist() == [4, 6]
+    assert last.details["low_entropy"].tolist() == [False] * 4 + [True]
+    assert last.nfe.tolist() == last.details["verifier_nfe"].tolist() == [1, 11, 1, 1, 21]
+    assert last.details["times"].tolist() == [1, 10, 1, 1, 10], "of the draw that is kept"
 
 
 def test_monotonous_samples_are_drawn_anew() -> None:
