@@ -194,12 +194,18 @@ def test_nan_loss_names_its_rows_and_keeps_the_last_checkpoint(store: Path, tmp_
     assert all(bool(value.isfinite().all()) for value in weights.values())
 
 
-def test_a_gradient_that_is_not_finite_reaches_no_weight(store: Path, tmp_path: Path) -> None:
+def test_a_gradient_that_is_not_finite_reaches_no_weight(
+    store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("trainer.training.loop.MAX_NAMED_ROWS", 4)
     trainer = trainer_of(store, tmp_path / "run")[0]
     before = copy.deepcopy(trainer.student.state_dict())
     trainer.parameters[0].register_hook(lambda gradient: gradient * math.inf)
-    with pytest.raises(GdistillError, match=r"the gradient is not finite \[step 1\].*rows \d+, \d"):
+    with pytest.raises(GdistillError, match=r"the gradient is not finite \[step 1\]") as caught:
         trainer.run()
+    rows, _, more = caught.value.got.split("rows ")[1].partition(" and ")
+    assert more == f"{trainer.config.training.global_batch_size - 4} more"
+    assert [*map(int, rows.split(", "))] == sorted(map(int, rows.split(", "))) and rows.count(",") == 3
     assert all(torch.equal(before[n], w) for n, w in trainer.student.state_dict().items())
 
 

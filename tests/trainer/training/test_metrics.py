@@ -33,6 +33,9 @@ def test_a_line_that_is_none_of_metrics_is_named(tmp_path: Path) -> None:
         path.write_text(f'{{"step": 1}}\n{line}\n{{"step": 2}}\n')
         with pytest.raises(IntegrityError, match=r"metrics.jsonl:2"):
             MetricsFile(path, 5)
+    path.write_text('{"step": 1}\n{"step": 2}\n{"step": 3}\n{"step": 4')
+    MetricsFile(path, 2).close()
+    assert path.read_text() == '{"step": 1}\n{"step": 2}\n', "what is behind the checkpoint is made again"
 
 
 def test_a_saved_window_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
