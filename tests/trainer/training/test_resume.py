@@ -22,7 +22,7 @@ from torch import nn
 from shards.errors import GdistillError, IntegrityError, Stopped, UsageError
 from shards.store.store import ShardStore
 from tests.trainer.run_cases import assert_same_run, tiny_run, write_store
-from trainer.training.checkpoint import FILES, CheckpointFolder, ExponentialMovingAverage, Trainee, make_optimizer
+from trainer.training.checkpoint import FILES, CheckpointFolder, ExponentialMovingAverage, Trainee, make_optimizer, seal
 from trainer.training.loop import StepWindow, Trainer, train
 from trainer.training.resume import read_state, restore
 from trainer.training.settings import OptimizationConfig, RunConfig
@@ -278,6 +278,12 @@ def test_a_state_of_any_content_is_one_line(folder: CheckpointFolder) -> None:
         with pytest.raises(IntegrityError, match=r"state\.json") as refused:
             read_state(folder.path(1))
         assert "\n" not in str(refused.value)
+    state = json.loads(whole)
+    for damage in ({"step": 2}, {"files": {**state["files"], "more": "0" * 64}}):  # by a program that seals
+        altered = {**state, **damage}
+        path.write_text(json.dumps({**altered, "sha256": seal(altered)}))
+        with pytest.raises(IntegrityError, match="do not fit each other"):
+            read_state(folder.path(1))
 
 
 @pytest.mark.parametrize("name", FILES)
