@@ -19,7 +19,7 @@ from shards.settings import flatten, to_mapping
 from tests.trainer.sampling_cases import LENGTH, tiny_student
 from tests.trainer.students.student_cases import make_student
 from trainer.students.configuration import FLAT_BEFORE, StudentSettings, grouped, unread_settings
-from trainer.students.folder import model_card, read_model, weights_sha256, without_places
+from trainer.students.folder import _cell, find_model, model_card, read_model, weights_sha256, without_places
 from trainer.students.registry import STUDENTS
 
 ROOT = Path(__file__).parents[3]
@@ -64,6 +64,14 @@ def test_weights_in_several_files_are_hashed_all(tmp_path: Path) -> None:
         (tmp_path / f"{name}.safetensors").write_text(name)
     both = (sha256_file(tmp_path / f"{name}.safetensors") for name in ("a", "b"))
     assert weights_sha256(tmp_path) == "+".join(both)
+
+
+def test_what_is_no_model_yet_is_named(tmp_path: Path) -> None:
+    for name, got in (("nothing", "no config.json of a model"), ("checkpoints/step-1", "an unfinished training run")):
+        (tmp_path / name).mkdir(parents=True)
+        with pytest.raises(UsageError, match=f"no model there.*{got}"):
+            find_model(tmp_path)
+    assert _cell({"a": "x|y\nz", "b": {}}) == "a x\\|y z", "one cell of a table"
 
 
 def test_unknown_keys_refuse_themselves(tmp_path: Path, config: Any) -> None:
