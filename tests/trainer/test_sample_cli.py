@@ -385,7 +385,7 @@ def refusal(capsys: pytest.CaptureFixture[str], *arguments: object, code: int = 
         ("ar", "--min-entropy 1", "got 256 tokens for rows of 12"),
         ("mdlm", "--set stop.max_tries=3", "no sample is redrawn [stop.max_tries]"),
         ("mdlm", "--sweep nucleus_p=0.7,,1", "bad sweep"),
-        ("mdlm", "--sweep nucleus_p=0.7,0.7", "a value is named twice"),
+        ("mdlm", "--sweep decision=argmax,Argmax", "a value is named twice"),
         ("mdlm", "--sweep nukleus_p=0.7", "did you mean 'nucleus_p'"),
         ("mdlm", "--sweep tau=1,2 --tau 3", "named beside the sweep"),
         ("mdlm", "--sweep nfe=1,2 --nfe 3", "named beside the sweep"),

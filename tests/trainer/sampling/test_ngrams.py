@@ -14,6 +14,7 @@ from tests.trainer.sampling import decoding_cases as check
 from tests.trainer.sampling.decoding_cases import IDS, prompts
 from tests.trainer.sampling_cases import LENGTH, draw
 from tests.trainer.students.test_drafter import tiny_drafter
+from trainer.sampling.command import described
 from trainer.sampling.ngrams import NGrams
 from trainer.sampling.registry import make_sampler
 from trainer.sampling.trees import Tree
@@ -71,6 +72,8 @@ def test_counts_change_no_token(tmp_path: Path) -> None:
         check.every_pass_gains(found, (tokens == student.mask_id).sum(dim=1))
         passes.append(int(found.details["verifier_nfe"].sum()))
     assert passes[0] < int(plain.details["verifier_nfe"].sum())
+    published = described(make_sampler("drafter", ngrams=str(store)))["ngrams"]
+    assert published == "/".join(Path(store).parts[-2:]), "no more of its place"
     student.config.vocab_size += 1
     with pytest.raises(UsageError, match=r"another vocabulary \[ngrams"):
         make_sampler("drafter", ngrams=str(store)).check(student, tokens)
