@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -12,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from shards.console import progress_bar
-from shards.errors import GdistillError, UsageError
+from shards.errors import GdistillError, StopRequest, UsageError
 
 POLL_SECONDS = 0.25
 
@@ -61,30 +62,31 @@ def run_jobs(jobs: Sequence[Job], num_parallel: int, report: Callable[[float, st
 
     Raises:
         GdistillError: When a job fails: its name, its log and the last line it printed. The others
-            are ended; what they finished stays, and the same call goes on.
+            are ended; what they finished stays, and the same call goes on. A SIGTERM ends all too.
     """
     threads = max(1, (os.cpu_count() or 1) // num_parallel)
     environment = os.environ | {"OMP_NUM_THREADS": str(threads)}
     waiting, running, finished = list(jobs), dict[Job, "subprocess.Popen[bytes]"](), 0
     try:
-        while waiting or running:
-            while waiting and len(running) < num_parallel:
-                job = waiting.pop(0)
-                job.log.parent.mkdir(parents=True, exist_ok=True)
-                command = [script(job.command[0]), *job.command[1:]]
-                with open(job.log, "wb") as log:
-                    running[job] = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment)
-            time.sleep(POLL_SECONDS)
-            for job in [job for job, process in running.items() if process.poll() is not None]:
-                if code := running.pop(job).returncode:
-                    printed = job.log.read_text(encoding="utf-8", errors="replace").strip()
-                    last = printed.splitlines()[-1] if printed else "no output"
-                    what = f"{job.name} failed with exit code {code}"
-                    remedy = "see the log; the same command resumes"
-                    raise GdistillError(what, where=job.log, got=last, remedy=remedy)
-                finished += 1
-            done = finished + sum(min(1.0, job.share_done()) for job in running)
-            report(done / len(jobs), ", ".join(job.name for job in running))
+        with StopRequest(signal.SIGTERM).listening() as stop:
+            while waiting or running:
+                while waiting and len(running) < num_parallel:
+                    job = waiting.pop(0)
+                    job.log.parent.mkdir(parents=True, exist_ok=True)
+                    command = [script(job.command[0]), *job.command[1:]]
+                    with open(job.log, "wb") as log:
+                        running[job] = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment)
+                stop.pause(POLL_SECONDS)
+                for job in [job for job, process in running.items() if process.poll() is not None]:
+                    if code := running.pop(job).returncode:
+                        printed = job.log.read_text(encoding="utf-8", errors="replace").strip()
+                        last = printed.splitlines()[-1] if printed else "no output"
+                        what = f"{job.name} failed with exit code {code}"
+                        remedy = "see the log; the same command resumes"
+                        raise GdistillError(what, where=job.log, got=last, remedy=remedy)
+                    finished += 1
+                done = finished + sum(min(1.0, job.share_done()) for job in running)
+                report(done / len(jobs), ", ".join(job.name for job in running))
     finally:
         for process in running.values():
             process.terminate()

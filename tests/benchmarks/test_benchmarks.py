@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,7 +19,7 @@ from benchmarks.quality import stories
 from benchmarks.quality.__main__ import link_teacher
 from benchmarks.quality.plan import TEACHER, Plan, Recipe, read_plan
 from benchmarks.quality.stories import StoriesBench
-from shards.errors import GdistillError, UsageError
+from shards.errors import GdistillError, Stopped, UsageError
 from tests.trainer.backbone_cases import write_backbone
 from trainer.initial_weights import network_settings
 from trainer.students.registry import MDLM
@@ -115,6 +116,8 @@ def test_a_job_that_fails_ends_all_with_its_last_line(scripts: Path) -> None:
     with pytest.raises(GdistillError, match=r"bad failed with exit code 3.*got it broke") as caught:
         run_jobs(both, 2, lambda *_: None)
     assert caught.value.where.endswith("bad.log")
+    with pytest.raises(Stopped, match="SIGTERM"):
+        run_jobs(both[:1], 1, lambda *_: signal.raise_signal(signal.SIGTERM))
     with pytest.raises(GdistillError, match="exit code 3"):
         run_visibly("bad", ("bad",))
     with pytest.raises(UsageError, match="gdistill-nothing"):
