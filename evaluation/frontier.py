@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import permutations
 from pathlib import Path
 from typing import Annotated
 
@@ -112,25 +113,19 @@ def dominance(points: Sequence[Point]) -> list[str]:
             and (ours.perplexity or 0.0) <= (theirs.perplexity or 0.0)
         )
 
-    models, sentences = list(dict.fromkeys(p.model for p in points)), []
-    for one in models:
-        ours = [p for p in points if p.model == one]
-        for other in (model for model in models if model != one):
-            theirs = [p for p in points if p.model == other]
-            if beaten := sum(any(beats(p, q) for p in ours) for q in theirs):
-                sentences.append(
-                    f"{one} beats {beaten} of {len(theirs)} settings of {other} in distance and "
-                    "perplexity, in no more passes."
-                )
+    sentences = []
+    for one, other in permutations(dict.fromkeys(p.model for p in points), 2):
+        ours, theirs = ([p for p in points if p.model == name] for name in (one, other))
+        if beaten := sum(any(beats(p, q) for p in ours) for q in theirs):
+            what = f"{one} beats {beaten} of {len(theirs)} settings of {other}"
+            sentences.append(f"{what} in distance and perplexity, in no more passes.")
     return sentences
 
 
 def frontier(
     runs: Annotated[list[str], typer.Argument(help="Folders of a sweep, one per model: FOLDER or NAME=FOLDER.")],
     data: Annotated[Path, typer.Option(help="Store that the students were trained from.")],
-    judge: Annotated[
-        str | None, typer.Option(help="Causal LM, not the teacher, for Fréchet distance and perplexity.")
-    ] = None,
+    judge: Annotated[str | None, typer.Option(help="Causal LM, not the teacher: Fréchet distance, perplexity.")] = None,
     out: Annotated[Path, typer.Option(help="Where to write.")] = Path("frontier"),
     device: Annotated[str | None, typer.Option(help="Device of the judge.")] = None,
 ) -> None:
@@ -164,7 +159,7 @@ def frontier(
         title="Distance from the text",
         summary=" ".join(sentences) or "No model beats a setting of another in both.",
         tables=[table],
-        figures=[("Every setting, and each model's frontier; down and left is better", figure)],
+        figures=[("Each model where it is nearest; every setting, and the frontier; down and left is better", figure)],
         results={
             "ranking": ruler.ranking,
             "floor": asdict(floor),
@@ -198,21 +193,27 @@ def _nearest_table(points: Sequence[Point], ranking: str, floor: Estimate, num: 
 
 
 def _figure(points: Sequence[Point], floor: Estimate, ranking: str, path: Path) -> Path:
-    """Perplexity (passes without a judge) over distance; a colour per model."""
-    has_judge = points[0].perplexity is not None
-    with figure_file(path, size=(7, 4.6)) as (figure, panels):
-        axes = panels[0, 0]
+    """Distance over passes, each model where it is nearest; with a judge also perplexity over distance."""
+    columns = 1 if points[0].perplexity is None else 2
+    with figure_file(path, num_columns=columns, size=(2 + 5 * columns, 4.6)) as (figure, panels):
+        left, *right = panels[0]
         for number, model in enumerate(dict.fromkeys(point.model for point in points)):
-            own = [point for point in points if point.model == model]
-            height = [p.perplexity if p.perplexity is not None else p.passes for p in own]
-            places = list(zip([p.distance.value for p in own], height, strict=True))
-            style = look(number)
-            axes.plot(*zip(*places, strict=True), alpha=0.35, **{**style, "ls": ""})
-            axes.plot(*zip(*pareto(places), strict=True), label=model, **style)
-        axes.axvline(floor.value, color=TEACHER, ls=":", label="the text itself")
-        axes.set_yscale("log")
-        axes.set_xlabel(f"{ranking.replace('_', ' ')} from the text")
-        axes.set_ylabel("generative perplexity" if has_judge else "forward passes per sequence")
+            style, own = look(number), [point for point in points if point.model == model]
+            reached = [(p.passes, p.distance.value, p.distance.low, p.distance.high) for p in nearest(own).values()]
+            passes, value, low, high = np.array(reached).T
+            left.errorbar(passes, value, [value - low, high - value], label=model, capsize=2, **style)
+            for axes in right:
+                places = [(point.distance.value, point.perplexity or 1.0) for point in own]
+                axes.plot(*zip(*places, strict=True), alpha=0.35, **{**style, "ls": ""})
+                axes.plot(*zip(*pareto(places), strict=True), **style)
+        what, ticks = f"{ranking.replace('_', ' ')} from the text", sorted({point.passes for point in points})
+        left.axhline(floor.value, color=TEACHER, ls=":", label="the text itself")
+        left.set_xscale("log", base=2)
+        left.set(xlabel="forward passes per sequence", ylabel=what)
+        left.set_xticks(ticks, [f"{passes:g}" for passes in ticks])
+        for axes in right:
+            axes.axvline(floor.value, color=TEACHER, ls=":")
+            axes.set(xlabel=what, ylabel="generative perplexity", yscale="log")
         figure.legend(loc="outside right upper")
     return path
 

@@ -8,7 +8,7 @@ import re
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,8 @@ import torch
 from torch.nn.modules.module import register_module_forward_hook
 from transformers import AutoTokenizer, PreTrainedModel
 
+from evaluation import frontier
+from evaluation.figures import figure_file
 from evaluation.frontier import Point, dominance, nearest, pareto, read_point
 from evaluation.infilling import filled_spans, make_infill_rows, read_infill_rows
 from evaluation.maze import Maze
@@ -324,7 +326,7 @@ def point(model: str, passes: float, value: float, perplexity: float, chosen_by:
     return Point(model, "", passes, None, chosen_by, distance, perplexity, {})
 
 
-def test_who_is_nearest_and_who_beats_whom() -> None:
+def test_who_is_nearest_and_who_beats_whom(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nearer, no more perplexing and in no more passes: of b's five settings a beats the fourth."""
     better = [point("b", 2.0, 2.0, 20.0), point("b", 8.0, 2.0, 9.0), point("b", 8.0, 0.5, 20.0, -1)]
     points = [point("a", 4.0, 1.0, 10.0), *better, point("b", 4.0, 2.0, 20.0), point("b", 4.0, 1.0, 10.0)]
@@ -333,6 +335,28 @@ def test_who_is_nearest_and_who_beats_whom() -> None:
     assert list(nearest(points)) == [("b", 2), ("a", 4), ("b", 4), ("b", 8)]
     assert nearest(points)["b", 8] is better[2], "by the half that chooses"
     assert pareto([(2.0, 3.0), (1.0, 5.0), (3.0, 4.0), (4.0, 2.0), (2.0, 2.0)]) == [(1.0, 5.0), (2.0, 2.0)]
+    drawn = []
+
+    @contextmanager
+    def spied(path: Path, **settings: Any) -> Iterator[tuple[Any, Any]]:
+        with figure_file(path, **settings) as (figure, panels):
+            yield figure, panels
+            drawn.append(panels[0])
+
+    monkeypatch.setattr(frontier, "figure_file", spied)
+    shown = [
+        points[0],
+        *(replace(p, distance=Estimate(n, 1.0, 5.0)) for n, p in zip((2.0, 3.0, 4.0), better, strict=True)),
+    ]
+    for one in (shown, [replace(p, perplexity=None) for p in shown]):
+        frontier._figure(one, Estimate(0.1, 0, 1), "energy_distance", tmp_path / "f.png")
+    (left, right), (alone,) = drawn
+    for axes in (left, alone):
+        a, b = axes.containers
+        assert (a.get_label(), b.get_label()) == ("a", "b")
+        assert b.lines[0].get_xydata().tolist() == [[2, 2], [8, 4]], "the nearest of each number of passes"
+        assert b.lines[2][0].get_segments()[0].tolist() == [[2, 1], [2, 5]], "the interval"
+    assert right.lines[2].get_xydata().tolist() == [[2, 20], [3, 9], [4, 20]], "every setting"
 
 
 def test_naive_samplers_win_what_does_not_rank(tmp_path: Path, chain: Path) -> None:
