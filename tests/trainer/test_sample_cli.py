@@ -73,7 +73,7 @@ def test_files_and_records(models: Path, tmp_path: Path, monkeypatch: Any) -> No
         assert record["settings"]["nucleus_p"] == 0.9 and record["settings"]["tau"] == 0.85
         assert record["settings"]["nucleus_rule"] == "crossing"
         assert record["config_sha256"] == settings["config_sha256"]
-    assert settings["student"] == "mdlm" and settings["vocab_size"] == VOCAB
+    assert settings["student"] == "mdlm" and settings["vocab_size"] == settings["mask_id"] == VOCAB
     assert settings["row_length"] == LENGTH
     assert settings["files"]["samples.jsonl"]["nfe"] == 4
     assert not list(tmp_path.glob("*.partial"))
@@ -160,13 +160,15 @@ def test_a_finished_run_is_left_alone_and_can_grow(models: Path, tmp_path: Path)
 
 def test_prompts(models: Path, tmp_path: Path) -> None:
     arguments = (models / "mdlm", "--nfe", 4)
-    for record in sampled(*arguments, "--num", 3, "--prompt", "up up left", out=tmp_path / "a"):
-        assert record["tokens"][:4] == [0, 2, 2, 4] and record["num_given"] == 4
+    records = sampled(*arguments, "--prompt", "up up left", "--length", 8, out=tmp_path / "a")
+    assert len(records) == 64 and settings_of(tmp_path / "a")["row_length"] == 8
+    for record in records:
+        assert record["tokens"][:4] == [0, 2, 2, 4] and record["num_given"] == 4 and len(record["tokens"]) == 8
         assert record["text"].startswith("up up left")
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("up\n\ndown down\n")
-    first, second = sampled(*arguments, "--prompt-file", prompts, out=tmp_path / "b")
-    assert first["tokens"][:2] == [0, 2] and second["tokens"][:3] == [0, 3, 3]
+    first, second, again = sampled(*arguments, "--num", 3, "--prompt-file", prompts, out=tmp_path / "b")
+    assert first["tokens"][:2] == again["tokens"][:2] == [0, 2] and second["tokens"][:3] == [0, 3, 3]
 
 
 @pytest.mark.parametrize(("bos", "first"), [(None, 1), (5, 5)])
@@ -215,6 +217,8 @@ def test_monotonous_samples_are_flagged(models: Path, tmp_path: Path, capsys: An
     records = sampled(models / "plain", "--num", 3, *least, out=tmp_path)
     assert "3 samples stayed below the least entropy" in capsys.readouterr().err
     assert [(record["low_entropy"], record["attempt"]) for record in records] == [(True, 1)] * 3
+    sampled(models / "plain", "--num", 3, "--min-entropy", 0.01, *least[2:], out=tmp_path / "others")
+    assert "least entropy" not in capsys.readouterr().err
 
 
 def test_a_sweep_writes_a_folder_that_describes_itself(models: Path, tmp_path: Path) -> None:
@@ -264,6 +268,8 @@ OTHER_RUNS = [
     ("bd3lm", {"block_size": 6}, (), "student_config.block_size"),
     ("mdlm", {"codec": {"name": "topk", "parameters": {"num_entries": 4}}}, (), "codec"),
     ("mdlm", {"eos_token_id": 3}, (), "eos_id"),
+    ("mdlm", {"row_length": 24}, ("--length", LENGTH), "row_length"),
+    ("mdlm", {}, ("--nfe", "1,2"), "kind"),
 ]
 
 
@@ -351,6 +357,7 @@ def refusal(capsys: pytest.CaptureFixture[str], *arguments: object, code: int = 
         ("bd3lm", "--nfe 4 --set passes_per_block=2", "exclude each other"),
         ("bd3lm", "--passes-per-block 0", "bad NFE [--passes-per-block]"),
         ("bd3lm", "--nfe 4 --set inner=first_hitting", "another order [nfe]"),
+        ("bd3lm", "--passes-per-block 2 --set inner=first_hitting", "another order [passes_per_block]"),
         # samplers and students
         ("mdlm", "--sampler ancestrel", "did you mean 'ancestral'"),
         ("mdlm", "--sampler block", "use --sampler ancestral for an MDLM"),
@@ -370,6 +377,8 @@ def refusal(capsys: pytest.CaptureFixture[str], *arguments: object, code: int = 
         # settings
         ("mdlm", "--nucleus-p 0", "nucleus_p"),
         ("mdlm", "--nucleus-p 0.9 --decision argmax", "nucleus_p"),
+        ("mdlm", "--temperature 0.9 --decision argmax", "temperature"),
+        ("mdlm", "--top-k 9 --decision argmax", "top_k"),
         ("mdlm", "--top-k 0", "top_k"),
         ("mdlm", "--temperature 0", "temperature"),
         ("mdlm", "--decision beam", "decision"),
@@ -380,10 +389,11 @@ def refusal(capsys: pytest.CaptureFixture[str], *arguments: object, code: int = 
         ("bd3lm", "--set inner=confidence --set order_temperature=-1", "order_temperature"),
         ("bd3lm", "--set inner=confidence --set final_argmax=false", "inner=ancestral"),
         ("bd3lm", "--set confidence=probability", "inner=ancestral; leave it out, or inner=conf"),
-        ("mdlm", "--min-entropy inf", "min_entropy"),
+        ("mdlm", "--min-entropy inf", "out of range [stop.min_entropy_nats]"),
         ("mdlm", "--min-entropy 1", "--set stop.entropy_window=12"),
         ("ar", "--min-entropy 1", "got 256 tokens for rows of 12"),
-        ("mdlm", "--set stop.max_tries=3", "no sample is redrawn [stop.max_tries]"),
+        ("bd3lm", "--set stop.max_tries=3", "no sample is redrawn [stop.max_tries]"),
+        ("mdlm", "--set stop.entropy_window=8", "no sample is redrawn [stop.entropy_window]"),
         ("mdlm", "--sweep nucleus_p=0.7,,1", "bad sweep"),
         ("mdlm", "--sweep decision=argmax,Argmax", "a value is named twice"),
         ("mdlm", "--sweep nukleus_p=0.7", "did you mean 'nucleus_p'"),
@@ -392,6 +402,7 @@ def refusal(capsys: pytest.CaptureFixture[str], *arguments: object, code: int = 
         # rows
         ("bd3lm", "--length 10", "block size does not divide"),
         ("mdlm", "--length 24", "longer than the student's"),
+        ("ar", "--length 24", "longer than the student's"),
         ("mdlm", "--length 1", "nothing to fill [--length]"),
         ("mdlm", "--prompt " + "up," * (LENGTH - 1), f"longer than the row [prompt 0]; got {LENGTH} tokens with bos"),
         ("mdlm", "--prompt \udcff", "not UTF-8"),
@@ -427,13 +438,14 @@ def test_a_text_has_its_own_ids_alone() -> None:
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ('{"tokens": [0, 99]}', "position 1"),
+        ('{"tokens": [0, 11]}', "position 1"),
         ('{"tokens": [0, true, null]}', "position 1"),
         ('{"tokens": [0, 3], "masked": [true]}', "bad positions"),
         ('{"tokens": [0]}', "cannot be filled"),
         ('{"tokens": [0, 3, 4]}', "nothing to fill"),
         ('{"tokens": [null, 3, 4]}', "position 0"),
         ('{"tokens": [0, 3], "masked": [7]}', "bad positions"),
+        ('{"tokens": [0, 3], "masked": [-1]}', "bad positions"),
         ('{"tokens": 3}', "tokens is no list"),
         ('{"words": []}', "not a row to fill"),
         ("[1, 2", "not JSON"),
@@ -445,9 +457,9 @@ def test_a_text_has_its_own_ids_alone() -> None:
 )
 def test_bad_infill_lines_are_named(line: str, message: str, models: Path, tmp_path: Path, capsys) -> None:
     rows = tmp_path / "rows.jsonl"
-    rows.write_text('{"tokens": [0, null]}\n' + line + "\n")
+    rows.write_text('{"tokens": [0, null]}\n\n' + line + "\n")
     error = refusal(capsys, models / "mdlm", "--infill", rows, "--out", tmp_path / "out")
-    assert message in error and f"{rows}:2" in error
+    assert message in error and f"{rows}:3" in error
 
 
 def test_every_row_is_looked_at_before_the_first_pass(models: Path, tmp_path: Path, capsys) -> None:
@@ -460,6 +472,13 @@ def test_every_row_is_looked_at_before_the_first_pass(models: Path, tmp_path: Pa
     assert command(*arguments, "--num", 1) == 0, "row 1 is not asked for"
     rows.write_text('{"tokens": [0, null, 5, null]}\n')
     assert "cannot end early" in refusal(capsys, *arguments, "--stop-at-eos")
+    for option, data, message in (
+        ("--infill", b"\n", "no row in the file"),
+        ("--prompt-file", b"\n \n", "no prompt in the file"),
+        ("--prompt-file", b"\xff", "not UTF-8 text"),
+    ):
+        rows.write_bytes(data)
+        assert f"{message} [{rows}]" in refusal(capsys, models / "mdlm", option, rows, "--out", out)
 
 
 def test_verifiers_that_cannot_be_judged_are_refused(models: Path, tmp_path: Path, capsys) -> None:
@@ -474,9 +493,13 @@ def test_verifiers_that_cannot_be_judged_are_refused(models: Path, tmp_path: Pat
     (bare / "tokenizer.json").write_text(json.dumps(vocabulary))
     error = refusal(capsys, *arguments, bare)
     assert "another tokenizer" in error and "'down' is 2; expected 3" in error
+    words["up"], words["down"], words["word"] = words["down"], words["up"], 11
+    (bare / "tokenizer.json").write_text(json.dumps(vocabulary))
+    assert "'word' is 11; expected absent" in refusal(capsys, *arguments, bare)
     for file in bare.glob("tokenizer*"):
         file.unlink()
     assert "no tokenizer to compare" in refusal(capsys, *arguments, bare)
+    assert "no tokenizer [--prompt]" in refusal(capsys, bare, "--prompt", "up", "--out", tmp_path)
 
 
 @pytest.mark.parametrize(

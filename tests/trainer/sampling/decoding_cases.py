@@ -56,9 +56,12 @@ def own_decode(
 
 
 def every_pass_gains(result: SampleResult, num_filled: Tensor) -> None:
-    """A pass of the verifier gives what was accepted and one token more."""
-    details = result.details
-    assert torch.equal(details["accepted"].sum(dim=1) + details["verifier_nfe"], num_filled)
+    """A pass of the verifier gives what was accepted and one token more; a draft is reached behind accepted ones."""
+    accepted, reached, drafted, agreed = (result.details[n] for n in ("accepted", "reached", "drafted", "agreed"))
+    assert torch.equal(accepted.sum(dim=1) + result.details["verifier_nfe"], num_filled)
+    assert torch.equal(reached[:, :1], drafted[:, :1]) and torch.equal(accepted[:, :1], agreed[:, :1])
+    assert ((accepted <= reached) & (reached <= drafted) & (accepted <= agreed)).all()
+    assert (reached[:, 1:] <= accepted[:, :-1]).all()
 
 
 def alone_as_together(student: Student, sampler: Any, tokens: Tensor) -> SampleResult:
@@ -66,7 +69,7 @@ def alone_as_together(student: Student, sampler: Any, tokens: Tensor) -> SampleR
     together = draw(student, sampler, IDS, tokens)
     for slot, index in enumerate(IDS):
         alone = draw(student, sampler, index[None], tokens[slot : slot + 1])
-        assert torch.equal(alone.tokens[0], together.tokens[slot])
+        assert torch.equal(alone.tokens[0], together.tokens[slot]) and alone.nfe[0] == together.nfe[slot]
         for name, value in alone.details.items():
             assert torch.equal(value[0], together.details[name][slot]), name
     return together

@@ -112,8 +112,11 @@ def test_infilled_rows_are_verified_as_without_a_cache(
     tokens = (torch.arange(LENGTH) % VOCAB).repeat(len(ids), 1)
     tokens[:, [2, 3, 8, 9]] = student.mask_id
     sampler = AdaptiveSampler(verifier=verifier, mixture_weight=0.3, max_lookahead=lookahead)
-    alone = [draw(student, sampler, ids[i : i + 1], tokens[:1]).tokens for i in range(len(ids))]
-    together = draw(student, sampler, ids, tokens).tokens
+    alone = [draw(student, sampler, ids[i : i + 1], tokens[:1]) for i in range(len(ids))]
+    together = draw(student, sampler, ids, tokens)
+    assert (together.details["accepted"] == 4).all(), "whatever was drafted"
+    for name, values in together.details.items():
+        assert torch.equal(torch.cat([one.details[name] for one in alone]), values), name
     cached = CausalReader.next_logits
 
     def from_scratch(self: CausalReader, *given: Any) -> Tensor:
@@ -122,5 +125,5 @@ def test_infilled_rows_are_verified_as_without_a_cache(
 
     monkeypatch.setattr(CausalReader, "next_logits", from_scratch)
     expected = draw(student, sampler, ids, tokens).tokens
-    assert torch.equal(together, expected)
-    assert torch.equal(torch.cat(alone), expected)
+    assert torch.equal(together.tokens, expected)
+    assert torch.equal(torch.cat([one.tokens for one in alone]), expected)

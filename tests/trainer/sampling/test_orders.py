@@ -70,15 +70,17 @@ def test_window_by_hand() -> None:
 def test_one_block_is_a_whole_row() -> None:
     noisy = tiny_student("bd3lm", block_size=LENGTH)
     plain = tiny_student("bd3lm", "none", block_size=LENGTH)
+    timed = tiny_student("bd3lm", block_size=LENGTH, diffusion={"time_conditioning": True})
     surest = {"confidence": "probability", "order_temperature": 1.5, "nfe": 3}
     for student, inner, settings in (
         (noisy, "ancestral", {"nfe": 5}),
+        (timed, "ancestral", {"nfe": 5}),
         (noisy, "first_hitting", {}),
         (noisy, "confidence", surest),
         (plain, "confidence", surest),
     ):
         whole = draw(student, make_sampler(inner, **settings), IDS)
-        use_cache = inner != "confidence"
+        use_cache = inner != "confidence" and student is not timed
         sampler = make_sampler("block", inner=inner, use_cache=use_cache, **settings)
         block = draw(student, sampler, IDS)
         assert torch.equal(block.tokens, whole.tokens) and torch.equal(block.nfe, whole.nfe), inner
@@ -108,14 +110,17 @@ def test_budget_is_spread_and_counted() -> None:
 def test_samples_end_at_eos(name: str, settings: dict[str, Any]) -> None:
     kind = {"block": "bd3lm", "sequential": "ar"}.get(name, "mdlm")
     student, ids = tiny_student(kind, "none", block_size=3 if name == "block" else None), torch.arange(60)
-    eos, stop = student.config.eos_token_id, StopRule(at_eos=True)
-    free = draw(student, make_sampler(name, **settings), ids)
-    stopped = draw(student, make_sampler(name, **settings, stop={"at_eos": True}), ids)
+    eos, stop, tokens = student.config.eos_token_id, StopRule(at_eos=True), open_rows(student, 60)
+    tokens[:20, 1:3] = eos  # to the end of a block: what is given ends nothing
+    free = draw(student, make_sampler(name, **settings), ids, tokens)
+    stopped = draw(student, make_sampler(name, **settings, stop={"at_eos": True}), ids, tokens)
     if name == "ancestral":  # its tokens stay, the length says where a sample ends
         assert torch.equal(stopped.tokens, free.tokens)
-        assert torch.equal(stopped.lengths, stop.ends(free.tokens, open_rows(student, 60) == student.mask_id, eos))
+        assert torch.equal(stopped.lengths, stop.ends(free.tokens, tokens == student.mask_id, eos))
         assert stopped.lengths.min() < LENGTH
         return
+    for made in (stopped, free):
+        made.tokens[:20, 1:3] = 2
     check.ended_at_eos(stopped, free, eos)
     assert 5 < (free.tokens[:, 1:] == eos).any(dim=1).sum() < 60
     assert stopped.nfe.sum() < free.nfe.sum()

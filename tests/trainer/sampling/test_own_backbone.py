@@ -21,11 +21,11 @@ from tests.trainer.sampling_cases import LENGTH, draw, open_rows, tiny_student
 from tests.trainer.students.test_drafter import tiny_drafter
 from trainer.sampling import own_backbone
 from trainer.sampling.fill import StopRule
+from trainer.sampling.ngrams import ngrams_of
 from trainer.sampling.noise import TokenRule, sampling_noise
-from trainer.sampling.own_backbone import DraftModel, MedusaSampler, is_typical
+from trainer.sampling.own_backbone import MedusaSampler, TreeRows, is_typical
 from trainer.sampling.registry import make_sampler
 from trainer.sampling.trees import Tree, TreeReader
-from trainer.sampling.verifier import CausalReader
 from trainer.students.drafter import Drafter
 from trainer.students.registry import Medusa
 from trainer.training.settings import build_student
@@ -66,6 +66,11 @@ def test_heads_are_lossless(heads: Medusa, acceptance: Any, tau: float) -> None:
     tokens, in_bf16 = prompts(heads, LONG, 19), heads.settings.backbone.dtype == "bfloat16"
     sampler = MedusaSampler(acceptance=acceptance, tau=tau or 1.0)
     together = draw(heads, sampler, IDS, tokens)
+    is_sure = acceptance == "greedy" or heads.settings.backbone.own_noise == "seen"
+    assert sampler.settled(heads).draft == ("greedy" if is_sure else "gumbel")
+    if acceptance == "greedy":
+        other = draw(heads, sampler, IDS, tokens, seed=4).details["accepted"]
+        assert torch.equal(other, together.details["accepted"]), "noise has no say in drafts either"
     network, room = heads.language_model.network, 0.25 if in_bf16 else 1e-3
     truth, certain = own_decode(network, tokens, IDS, VOCAB, tau, room=room)
     num_checked = 0
@@ -95,7 +100,7 @@ def test_the_drafter_is_lossless(shape: str, tmp_path: Path) -> None:
     cases: tuple[dict[str, Any], ...] = (
         {},
         {"tau": 0.7, "max_lookahead": 1},
-        {"max_lookahead": 4, "tree": 30, "width": 11},
+        {"max_lookahead": 40, "tree": 30, "width": 11},
         {"max_lookahead": 5, "tree": 3, "width": 1, "draft": "greedy"},
         {"top_k": 3, "tree": 9, "max_lookahead": 3},
         {"max_lookahead": 0},
@@ -107,6 +112,7 @@ def test_the_drafter_is_lossless(shape: str, tmp_path: Path) -> None:
         truth, _ = own_decode(backbone, tokens, IDS, VOCAB, rule.temperature, rule)
         assert torch.equal(result.tokens, truth), case
         check.every_pass_gains(result, (tokens == VOCAB).sum(dim=1))
+        assert result.details["drafted"].shape[1] == min(2, case.get("max_lookahead", 2)), "as many as were trained"
 
 
 def test_a_real_backbone_decodes_its_own_tokens(tmp_path: Path, shared: Path) -> None:
@@ -166,6 +172,49 @@ def test_steps_and_drafts_are_taken_where_they_are_probable(tmp_path: Path, monk
     assert sizes[0] >= sizes[1] > sizes[2] > sizes[4]
     assert passes[0] <= passes[4]
     assert not found["drafted"][:, 1:].any()
+
+
+CUT = {"tau": 0.7, "top_k": 5, "max_lookahead": 3}
+COUNTED = {"ngrams": "store", "tau": 0.7}
+
+
+@pytest.mark.parametrize("settings", [CUT, CUT | {"draft": "greedy"}, COUNTED, COUNTED | {"draft": "greedy"}], ids=str)
+@torch.no_grad()
+def test_scores_are_the_chances_that_the_noise_leaves(
+    settings: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """softmax(l / tau + xi) along each line, of the drafter's logits behind the whole row, or the log of shares."""
+    student, store = tiny_drafter(tmp_path, model__backbone__num_proposed=3)
+    settings, predict, num_seen = dict(settings), TreeRows.predict, 0
+    if "ngrams" in settings:
+        settings["ngrams"] = str(store)
+    sampler, tokens = make_sampler("drafter", tree=7, width=2, **settings), prompts(student, LENGTH, 1)
+    noise = sampling_noise(3, IDS[:2], LENGTH, VOCAB).gumbels().unflatten(0, (2, LENGTH))
+
+    def law(row: list[int]) -> Tensor:
+        if "ngrams" in settings:
+            return torch.from_numpy(ngrams_of(str(store), VOCAB).probabilities(row)).log()
+        logits = student(torch.tensor([row])).logits[0, -1]
+        return logits.masked_fill(logits < logits.topk(5).values[-1], -torch.inf)
+
+    def watched(rows: TreeRows, part: Any) -> Tensor:
+        nonlocal num_seen
+        for slot, tree in zip(rows.active.tolist(), rows.trees, strict=True):
+            first, scores = int(rows.first[slot]), [0.0]
+            for line in tree.lines[1:]:
+                row = [*rows.tokens[slot, : first - 1].tolist(), *(tree.tokens[n] for n in line[:-1])]
+                xi = 0.0 if sampler.draft else noise[slot, len(row)]
+                score = (law(row) / sampler.tau + xi).log_softmax(dim=-1)[tree.tokens[line[-1]]]
+                scores.append(scores[line[-2]] + float(score))
+            assert tree.scores == pytest.approx(scores, abs=1e-3)
+            followed = [parent for parent, _ in tree.numbers]
+            assert all(followed.count(parent) <= 2 for parent in followed)
+            num_seen += len(scores) > 5
+        return predict(rows, part)
+
+    monkeypatch.setattr(TreeRows, "predict", watched)
+    draw(student, sampler, IDS[:2], tokens[:2])
+    assert num_seen > 2
 
 
 def test_perfect_heads_are_kept_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -240,6 +289,10 @@ def test_typical_acceptance_by_hand() -> None:
     # exp(-H) is 0.67 for the first and 1/3 for the second: epsilon 0.1 decides both.
     logits, tokens = torch.stack([sure, sure, flat]).log(), torch.tensor([0, 1, 2])
     assert is_typical(logits, tokens, 0.1, 1.0).tolist() == [True, False, True]
+    sampler = MedusaSampler(acceptance="typical", tau=0.5)  # of p at that temperature; a mask never stays
+    for last, stays in ((2, True), (3, False)):
+        drafts = torch.tensor([0, 1, last])
+        assert torch.equal(sampler.stays(logits / 2, drafts), torch.tensor([True, False, stays]))
     just_below = 0.06 * math.exp(-float((sure * sure.log()).sum())) * 0.99
     assert is_typical(logits, tokens, 0.9, just_below).tolist() == [True, True, True]
     assert is_typical(logits, tokens, 0.9, just_below / 0.97)[1].item() is False
@@ -299,18 +352,6 @@ def test_the_cache_keeps_the_path_and_nothing_else(tmp_path: Path) -> None:
         assert torch.equal(reader.lengths, first - 1)
 
 
-@torch.no_grad()
-def test_a_drafter_reads_growing_rows_as_whole_ones(tmp_path: Path) -> None:
-    student, _ = tiny_drafter(tmp_path)
-    rows = torch.randint(VOCAB, (3, 20), generator=torch.Generator().manual_seed(0))
-    reader = CausalReader(DraftModel(student), VOCAB, 3, "cpu")
-    for stops in ([2, 7, 4], [5, 8, 9], [6, 12, 10]):
-        found = reader.next_logits(rows, torch.tensor(stops), 1)[:, 0]
-        for row, stop in enumerate(stops):
-            alone = student(rows[row : row + 1, :stop]).logits[0, -1]
-            assert torch.allclose(found[row], alone, atol=1e-4)
-
-
 def test_a_tree_holds_its_most_probable_drafts() -> None:
     """Two paths: half of 5 behind a sure 4 before the 6 beside it; what nothing can follow is left."""
     tree = Tree(9)
@@ -339,6 +380,7 @@ def test_a_tree_holds_its_most_probable_drafts() -> None:
         ("medusa", {"delta": -1.0}, "delta"),
         ("medusa", {"acceptance": "greedy", "tau": 0.5}, "without effect"),
         ("medusa", {"epsilon": 0.5}, "without effect"),
+        ("medusa", {"delta": 0.5}, "without effect"),
         ("medusa", {"acceptance": "typical", "top_k": 3}, "without effect"),
         ("drafter", {"tree": 0}, r"a count below 1 \[tree\]; got 0"),
         ("drafter", {"width": 0}, r"a count below 1 \[width\]; got 0"),

@@ -37,7 +37,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "one step": ("ancestral", {"nfe": 1}),
     "nucleus": ("ancestral", {"nfe": 4, "nucleus_p": 0.9}),
     "argmax": ("ancestral", {"nfe": 50, "decision": "argmax", "final_argmax": False}),
-    "first-hitting": ("first_hitting", {"nucleus_p": 0.7}),
+    "first-hitting": ("first-hitting", {"nucleus_p": 0.7}),
     "fixed count": ("fixed_count", {"nfe": 3}),
     "confidence": ("confidence", {"nfe": 3}),
     "noisy confidence": ("confidence", {"nfe": 4, "decision": "argmax", "order_temperature": 0.5}),
@@ -210,7 +210,7 @@ def test_groups_cover_the_rows_once_and_keep_to_the_bound(counts: list[int], mos
 
 def test_steps_by_hand() -> None:
     times = fill.ancestral_times(4, final_argmax=False)
-    assert times.tolist() == [1, 0.75, 0.5, 0.25, 0]
+    assert times.tolist() == [1, 0.75, 0.5, 0.25, 0] and fill.ancestral_times(4, final_argmax=True)[-1] == 1e-5
     uniform = torch.tensor([[0.9, 0.75, 0.6, 0.1, 0.3]], dtype=torch.float64)
     assert ancestral_steps(uniform, SCHEDULES["loglinear"], times).tolist() == [[1, 2, 2, 4, 3]]
     uniform = torch.tensor([[0.7495]], dtype=torch.float64)  # 0.75 x 0.999 is below it, 0.75 is not
@@ -233,8 +233,10 @@ def test_budgets_and_their_limit() -> None:
 
 def test_a_time_conditioned_student_is_told_the_time() -> None:
     student = tiny_student(diffusion={"time_conditioning": True}, conditioning="none")
+    predict_at, levels = student.predict_at, list[Any]()
+    student.predict_at = lambda *given: levels.append(given[3]) or predict_at(*given)
     result = draw(student, AncestralSampler(nfe=6), IDS)
-    assert (result.tokens != student.mask_id).all()
+    assert (result.tokens != student.mask_id).all() and all(level is not None for level in levels)
     tokens, ids = open_rows(student, 2), torch.arange(2)
     where = Places.of(tokens == student.mask_id)
     rows = Rows(student, tokens, RowNoise(None, LENGTH), SampleKeys(3, ids))
@@ -281,6 +283,7 @@ def test_the_final_fill_takes_the_most_probable_tokens() -> None:
         ("does not fit", {}, {"noise": 3}),
         ("position 0", {}, {"token": (0, 0, 11)}),
         (r"row 1, position 3.*got 12", {}, {"token": (1, 3, 12)}),
+        (r"row 0, position 2.*got -1", {}, {"token": (0, 2, -1)}),
         ("longer", {}, {"length": LENGTH + 1}),
         ("block", {"kind": "bd3lm", "block_size": 4}, {}),
     ],
@@ -314,6 +317,8 @@ def test_generate_fills_rows_and_keeps_what_is_given() -> None:
     assert torch.equal(rows, generate(student, masked, nfe=2))
     assert torch.equal(rows[:, :3], prompt) and bool((rows < 11).all())
     assert generate(student, prompt, nfe=2, max_length=5).shape == (2, 5)
+    plain, noise = tiny_student(conditioning="none"), noise_for(student, torch.arange(2), 5)
+    assert torch.equal(generate(plain, num_samples=2, noise=noise), generate(plain, num_samples=2)), "none is read"
 
 
 def test_generate_begins_with_eos_without_bos_and_says_what_is_wrong() -> None:
@@ -324,6 +329,7 @@ def test_generate_begins_with_eos_without_bos_and_says_what_is_wrong() -> None:
     padded = torch.ones_like(whole)
     padded[0, 0] = 0
     for tokens, settings, message in (
+        (whole, {"stop": {"at_eos": True}}, "no eos token"),
         (None, {}, "first token"),
         (whole, {"sampler": "guess"}, "unknown sampler"),
         (whole, {"max_length": LENGTH - 1}, r"too long.*max_length"),

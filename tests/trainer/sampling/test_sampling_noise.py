@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from shards.noise.philox import PositionKeys
 from shards.settings import derive_seed
 from shards.store.store import ShardStore
 from tests.trainer.run_cases import tiny_run, write_store
-from tests.trainer.sampling_cases import LENGTH, VOCAB, Largest, command, draw, read, save, tiny_student
+from tests.trainer.sampling_cases import LENGTH, VOCAB, Largest, command, draw, open_rows, read, save, tiny_student
 from trainer.loading import generate
 from trainer.objective.batch import StoredRowNoise
 from trainer.sampling import noise as draws
@@ -56,14 +57,21 @@ def test_every_name_gives_noise_of_its_own() -> None:
     assert are_new([*ours, *arrivals(4, IDS), *arrivals(3, IDS, draw=1), *arrivals(3, IDS + 1)])
 
 
-def test_a_sample_drawn_anew_sees_other_noise() -> None:
+def test_a_sample_drawn_anew_sees_other_noise_or_other_draws(verifier: str) -> None:
     """argmax of x_0 in one pass is a function of the noise alone: it changes only with it."""
-    student, ids = tiny_student(), torch.arange(40)
-    entropic = StopRule(min_entropy_nats=100.0, entropy_window=LENGTH, max_tries=2)
-    once = draw(student, AncestralSampler(nfe=1, decision="argmax"), ids)
-    twice = draw(student, AncestralSampler(nfe=1, decision="argmax", stop=entropic), ids)
-    assert (twice.details["attempt"] == 1).all() and (once.nfe == 1).all() and (twice.nfe == 2).all()
-    assert (twice.tokens != once.tokens).any(dim=1).float().mean() > 0.9
+    noisy, plain, ids = tiny_student(), tiny_student(conditioning="none"), torch.arange(40)
+    entropic = StopRule(min_entropy_nats=100.0, entropy_window=LONG, max_tries=2)
+    for student, sampler in (
+        (noisy, AncestralSampler(nfe=1, decision="argmax")),
+        (plain, AncestralSampler(nfe=1)),
+        (plain, AdaptiveSampler(verifier=verifier, mixture_weight=1.0)),
+    ):
+        once, twice = (draw(student, one, ids) for one in (sampler, replace(sampler, stop=entropic)))
+        assert (twice.details["attempt"] == 1).all() and (once.nfe == 1).all() and (twice.nfe == 2).all()
+        assert (twice.tokens != once.tokens).any(dim=1).float().mean() > 0.9
+    stored = training_noise(make_codec("full"), VOCAB).at(torch.ones(ROWS, LONG, dtype=torch.bool))
+    with pytest.raises(UsageError, match="cannot be redrawn"):
+        AncestralSampler(nfe=1, stop=entropic).sample(noisy, open_rows(noisy, ROWS, LONG), ids[:ROWS], stored, 3)
 
 
 # Truncated as a student's training noise was, whoever asks the student.
@@ -238,6 +246,7 @@ def test_no_position_no_token() -> None:
         ({"temperature": 0.5, "nucleus_p": 0.7}, [2, 1, 1], [1, 0, 0]),
         ({"nucleus_p": 0.8}, [2, 1, 1], [2, 1, 0]),
         ({"top_k": 2}, [4, 3, 2, 1], [4, 3, 0, 0]),
+        ({"top_k": 2}, [4, 3, 3, 1], [4, 3, 3, 0]),  # ties stay
         # of 4 and 3 in 7 the nucleus of 0.8 keeps one: top-k comes first
         ({"top_k": 2, "nucleus_p": 0.8}, [4, 3, 2, 1], [1, 0, 0, 0]),
         ({"top_k": 9}, [4, 3, 2, 1], [4, 3, 2, 1]),
