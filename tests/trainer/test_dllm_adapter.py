@@ -41,8 +41,9 @@ def some_rows() -> torch.Tensor:
     return rows.masked_fill(rows % 2 == 0, MASK)
 
 
-def test_with_zero_weights_the_model_is_what_it_was(store: Path) -> None:
-    rows, model = some_rows(), bert()
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_with_zero_weights_the_model_is_what_it_was(dtype: torch.dtype, store: Path) -> None:
+    rows, model = some_rows(), bert().to(dtype)
     expected = model(rows).logits
     own = read_noise(model, tokenizer(), store)
     with own.showing(prior):

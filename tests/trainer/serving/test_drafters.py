@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,7 +22,7 @@ from tests.commands import call
 from tests.trainer.backbone_cases import VOCAB, write_backbone
 from tests.trainer.sampling_cases import save, tiny_student
 from trainer.serving.coupling import draw
-from trainer.serving.drafters import Prefix, StudentDrafter, drafts_of
+from trainer.serving.drafters import Prefix, StudentDrafter, drafts_of, embeddings
 from trainer.serving.export import export
 from trainer.serving.plugin import Requests
 from trainer.students.backbone import load_backbone
@@ -95,19 +96,10 @@ def test_drafts_depend_on_the_request_alone(kind: str, tmp_path: Path) -> None:
         assert drafter.draft(batch, 2) == drafts_of(student).draft(batch, 2)
 
 
-def test_another_seed_drafts_otherwise(tmp_path: Path) -> None:
-    student = make("mdlm", tmp_path)
-    drawn, greedy = (
-        {tuple(drafts_of(student).draft([replace(one, seed=seed)], 2)[0]) for seed in range(8)}
-        for one in prefixes()[:2]
-    )
-    assert len(drawn) > 1 and len(greedy) == 1
-
-
 @torch.no_grad()
 def test_drafts_race_under_the_noise_that_the_engine_draws_with(tmp_path: Path) -> None:
     """A student that is the target itself proposes what the engine takes."""
-    asked, ar, heads = prefixes(), make("ar", tmp_path), make("medusa", tmp_path)
+    asked, ar, mdlm, heads = prefixes(), *(make(kind, tmp_path) for kind in ("ar", "mdlm", "medusa"))
 
     def taken(prefix: Prefix, log_probs: torch.Tensor, first: int) -> list[int]:
         scaled, count = log_probs / (prefix.temperature or 1.0), len(log_probs)
@@ -121,10 +113,19 @@ def test_drafts_race_under_the_noise_that_the_engine_draws_with(tmp_path: Path) 
             log_probs = ar.predict(torch.tensor([written]))[0, -1:, :-1]
             written += taken(prefix, log_probs, len(written))
         assert written == [*prefix.tokens, *drafts]
-    for prefix, drafts in zip(asked, drafts_of(heads).draft(asked, 2), strict=True):
-        assert prefix.hidden is not None
-        log_probs = heads.propose(prefix.hidden[None], None)[0]
-        assert drafts == taken(prefix, log_probs, len(prefix.tokens))
+    for prefix, drafts in zip(asked, drafts_of(mdlm).draft(asked, 3), strict=True):
+        first, row = len(prefix.tokens), torch.tensor([[*prefix.tokens, *[VOCAB] * 16][:16]])
+        where = (torch.arange(16) >= first) & (torch.arange(16) < first + 3)
+        assert drafts == taken(prefix, mdlm.predict_at(row, where[None])[:, :-1], first)
+    blind, seeing = (on_backbone(Medusa, tmp_path, "gumbel", own_noise=own) for own in ("hidden", "seen"))
+    for made in (heads, blind, seeing):  # those that have seen their token's own noise propose what is likeliest
+        for prefix, drafts in zip(asked, drafts_of(made).draft(asked, 2), strict=True):
+            assert prefix.hidden is not None
+            first = len(prefix.tokens)
+            noise = None if made is heads else embeddings(made, [prefix], torch.arange(first - 1, first + 2)[None])
+            log_probs = made.propose(prefix.hidden[None], noise and noise.embedding)[0]
+            likeliest = log_probs.argmax(dim=-1).tolist()
+            assert drafts == (likeliest if made is seeing else taken(prefix, log_probs, first))
 
 
 @pytest.mark.parametrize(("kind", "begin", "end"), [("mdlm", 4, 16), ("medusa", 3, 6)])
@@ -157,7 +158,7 @@ def test_what_an_engine_is_given_is_checked(tmp_path: Path) -> None:
             model_config=SimpleNamespace(model=str(target), get_vocab_size=lambda: size),
         )
 
-    made = StudentDrafter(config(gdistill_drafter=str(place)))
+    made = StudentDrafter(config(size=12, gdistill_drafter=str(place)))  # one more than has a word
     assert made.most == 3 and not made.needs_hidden
     for target, size, settings, message in (
         (place, 11, {}, "no student to draft with.*gdistill_drafter"),
@@ -177,13 +178,21 @@ def test_hidden_states_are_those_of_the_last_token_that_was_kept(tmp_path: Path)
     tokens, known = np.ones((3, 8), np.int32), np.array([5, 4, 6])
     with pytest.raises(UsageError, match=r"needs the plugin.*VLLM_PLUGINS=gdistill"):
         drafter.propose([[1]], known, tokens)
-    hidden = torch.randn(5, 16)
+    hidden = torch.randn(5, 16).bfloat16()
     requests = Requests(["a", "b", "c"], torch.tensor([1, 2, 3]), torch.zeros(3))
     drafter.look(requests, hidden, type("Verified", (), {"num_draft_tokens": [2, 0, 0]}))
     found = drafter.propose([[7, 8], [], [9]], known, tokens)
     with torch.no_grad():
-        expected = student.propose(hidden[[1, 4]], None).argmax(dim=-1).tolist()
+        expected = student.propose(hidden[[1, 4]].float(), None).argmax(dim=-1).tolist()
     assert found == [expected[0], [], expected[1]]
+    # A row's own tokens so far, its seed and its temperature are what is drafted for.
+    drafter.drafts = drafts_of(noisy := make("mdlm, noise", tmp_path))
+    tokens = torch.randint(1, VOCAB, (3, 8), generator=torch.Generator().manual_seed(0)).numpy()
+    drafter.look(replace(requests, temperatures=torch.tensor([0.0, 1.0, 4.0])), hidden, None)
+    asked = [Prefix("a", tokens[0, :5].tolist(), 1, 0.0), Prefix("c", tokens[2, :6].tolist(), 3, 4.0)]
+    expected = drafts_of(noisy).draft(asked, 2)
+    assert drafter.propose([[7], [], [9]], known, tokens) == [expected[0], [], expected[1]]
+    assert drafter.counts is None, "no drafts were verified"
 
 
 @pytest.mark.parametrize("output", ["shared", "low_rank", "full"])
@@ -192,9 +201,10 @@ def test_exported_heads_propose_what_they_did(output: str, tmp_path: Path, capsy
     student.save_pretrained(tmp_path / "model")
     words = ("export", tmp_path / "model", "--out", tmp_path / "out")
     assert call("gdistill-train", *words, "--backbone", tmp_path / "llama") == 0
-    assert '"method": "medusa"' in capsys.readouterr().out
+    assert re.search('"method": "medusa", .*"num_speculative_tokens": 2}', capsys.readouterr().out)
     config = json.loads((tmp_path / "out" / "config.json").read_text())
-    assert (config["num_heads"], config["vocab_size"], config["hidden_size"]) == (2, VOCAB, 16)
+    sizes = {"num_heads": 2, "vocab_size": VOCAB, "hidden_size": 16, "num_hidden_layers": 1, "medusa_fc_bias": False}
+    assert config == {"model_type": "medusa", "architectures": ["MedusaModel"], **sizes}
     weights, hidden = load_file(tmp_path / "out" / "model.safetensors"), torch.randn(5, 16)
     expected = student.propose(hidden, None)
     for k in range(2):  # vllm/model_executor/models/medusa.py
@@ -208,6 +218,6 @@ def test_what_no_engine_fits_is_not_exported(tmp_path: Path) -> None:
         (make("medusa, noise", tmp_path), "heads that read noise do not fit"),
         (make("mdlm", tmp_path), "no format of an engine fits"),
     ):
-        with pytest.raises(UsageError, match=message):
+        with pytest.raises(UsageError, match=rf"{message}.*make serve DRAFTER"):
             export(student, tmp_path / "out")
     assert not (tmp_path / "out").exists()

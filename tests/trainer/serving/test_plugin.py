@@ -8,16 +8,19 @@ from __future__ import annotations
 import asyncio
 import importlib
 import json
+import math
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trainer.serving import plugin
+from trainer.serving import coupling, plugin
 from trainer.serving.asgi import SeededAnswers
 from trainer.serving.coupling import NOTHING, draw, keep_agreeing
 
@@ -65,6 +68,7 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
         draft_token_ids: Any,
         bonus_token_ids: Any,
         max_spec_len: int,
+        synthetic_mode: bool = False,
     ) -> Any:
         return STOCK
 
@@ -193,6 +197,10 @@ def test_drafts_are_kept_while_they_equal_the_targets_draw(engine: SimpleNamespa
     metadata.all_greedy, asked["draft_token_ids"][2] = True, best[4]
     found = engine.rejection.rejection_sample(**asked, target_logits=logits[[0, 1, 4]].clone())
     assert found[2].tolist() == [best[4], six, -1]
+    assert engine.rejection.rejection_sample(**asked, target_logits=logits[:3], synthetic_mode=True) is STOCK
+    runner.sampler.use_fp64_gumbel = True
+    runner._sample(logits, drafts)
+    assert (runner.seen[0].drawn.dtype, runner.seen[0].drafted.dtype) == (torch.float64, torch.float64)
     metadata.generators = {}
     assert engine.rejection.rejection_sample(**asked, target_logits=logits[:3]) is STOCK
     values = torch.tensor([0.5, 0.0, 2.0]), torch.tensor([2, 3, 6])  # of requests, for each of their drafts
@@ -211,9 +219,13 @@ def test_no_failure_of_a_drafter_reaches_a_request(engine: SimpleNamespace) -> N
         assert runner.propose_draft_token_ids(*asked) == [[], []]
     runner.drafter = SimpleNamespace(propose=lambda: [[3, 50, 4], [-1]], look=lambda *seen: told.append(seen))
     assert runner.propose_draft_token_ids(*asked) == [[3], []]
-    assert len(engine.said) == 3 and "ValueError: broken" in engine.said[0]
+    assert len(engine.said) == 3 and engine.said[0].endswith("ValueError: broken")
+    assert engine.said[1].endswith("got 50; expected 0 to 49")
     assert told[0][0].seeds.tolist() == [1, 2] and told[0][1:] == ("states", "verified")
     assert told[0][0].temperatures.tolist() == [0, 0], "a step of greedy requests alone says none"
+    runner.drafter.propose = lambda: "kept on the device"
+    assert runner.propose_draft_token_ids(*asked[:-1], None) == "kept on the device"
+    assert told[1][1:] == ("states", None), "also where no drafts were verified"
 
 
 def test_a_second_registration_and_another_version(engine: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -221,13 +233,45 @@ def test_a_second_registration_and_another_version(engine: SimpleNamespace, monk
     plugin.register()
     assert engine.runner._sample is before and not engine.said
     engine.modules["vllm"].__version__ = "0.99.0"
+    second = type("GPUModelRunner", (), {"__init__": lambda self, vllm_config, device: None})
+    monkeypatch.setitem(sys.modules, "vllm.v1.worker.gpu.model_runner", SimpleNamespace(GPUModelRunner=second))
     monkeypatch.setattr(plugin, "is_registered", False)
     plugin.register()
-    (line,) = engine.said
-    assert line.split("; ")[1] == "this is 0.99.0: certify what it serves"
+    second("config", device="cpu")
+    line, other = engine.said
+    assert line.split("; ")[1] == "this is 0.99.0: certify what it serves" and "VLLM_USE_V2_MODEL_RUNNER=0" in other
     drawn = {plugin.seed_of(name, None) for name in "abc"}
     assert plugin.seed_of("a", 0) == 0 and len(drawn) == 3 and all(0 <= seed < 1 << 63 for seed in drawn)
     assert importlib.reload(plugin).seed_of("a", None) in drawn, "alike in every process"
+
+
+def test_states_are_written_in_the_order_of_their_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Five tokens in blocks of two, the fourth, first and second; another rank leaves it to the engine."""
+    written: list[Any] = []
+    own = {
+        "_submit_async_write": lambda self, pending: written.append("stock"),
+        "_write_tensors": lambda self, *given: written.append(given),
+        "_on_write_done": lambda self, *given: written.append(given),
+    }
+    stock = SimpleNamespace(ExampleHiddenStatesConnector=type("Stock", (), own))
+    place = "vllm.distributed.kv_transfer.kv_connector.v1"
+    monkeypatch.setitem(sys.modules, place, SimpleNamespace(example_hidden_states_connector=stock))
+    monkeypatch.delitem(sys.modules, "trainer.serving.states", raising=False)
+    made = importlib.import_module("trainer.serving.states").StatesConnector()
+    del sys.modules["trainer.serving.states"]
+    cache, threads = torch.randn(4, 1, 2, 3), ThreadPoolExecutor(1)
+    parts = {"kv_cache": cache, "block_size": 2, "is_tp_rank_zero": True, "executor": threads, "lock_fds": {"r": 5}}
+    vars(made).update({f"_{name}": part for name, part in (parts | {"req_copy_events": {}, "req_futures": {}}).items()})
+    pending = SimpleNamespace(req_id="r", filename="f", token_ids=torch.arange(5), block_ids=[3, 0, 1])
+    assert made._submit_async_write(pending) is None
+    threads.shutdown()
+    (tensors, copied, *where), done = written
+    assert torch.equal(tensors["hidden_states"], cache[[3, 3, 0, 0, 1], :, [0, 1, 0, 1, 0]])
+    assert torch.equal(tensors["token_ids"], pending.token_ids) and where == ["f", 5] and copied.query()
+    assert made._req_copy_events == {"r": copied} and done == ("r", made._req_futures["r"]) and not made._lock_fds
+    made._is_tp_rank_zero = False
+    made._submit_async_write(pending)
+    assert written[2:] == ["stock"]
 
 
 # The rule that keeps drafts: whatever is drafted, the text is the target's own.
@@ -246,6 +290,7 @@ def test_kept_are_the_drafts_before_the_first_that_differs_and_one_more(
     counts = torch.tensor([len(drafted) for drafted, _ in batch])
     bonus = torch.tensor([last for _, last in batch])
     found = keep_agreeing(drafts, targets, counts, bonus, int(counts.max()))
+    assert found.dtype == torch.int32
     for (drafted, last), row in zip(batch, found.tolist(), strict=True):
         expected = []
         for draft, target in drafted:
@@ -255,6 +300,28 @@ def test_kept_are_the_drafts_before_the_first_that_differs_and_one_more(
         else:
             expected.append(last)
         assert row == expected + [NOTHING] * (len(row) - len(expected))
+
+
+def test_a_loop_of_few_logarithms_draws_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The CPU's kernel as plain Python, where no numba is: rows flat and steep, cut, and greedy."""
+    numba = SimpleNamespace(njit=lambda **_: lambda function: function, uint32=np.uint32)
+    monkeypatch.setitem(sys.modules, "numba", numba)
+    monkeypatch.delitem(sys.modules, "trainer.serving.fast_draw", raising=False)
+    monkeypatch.setattr(coupling, "_cpu_kernel", coupling._cpu_kernel.__wrapped__)
+    generator, rows = torch.Generator().manual_seed(0), torch.arange(60)
+    logits = torch.randn(60, 80, generator=generator) * torch.tensor([0.0, 1.0, 3.0, 9.0]).repeat(15)[:, None]
+    logits[20:, ::3] = -torch.inf
+    seeds, is_greedy = 2**40 * rows + 7, rows % 5 == 0
+    with np.errstate(over="ignore"):
+        found = draw(logits.clone(), seeds, 3 * rows, is_greedy=is_greedy)
+    score = sys.modules.pop("trainer.serving.fast_draw")._score
+    for h in (0, 2**16, 2**30 - 1, 2**31, 2**32 - 1):  # of u at the smallest, in the series, behind it, at the largest
+        u = min((h + 0.5) * 2.0**-32, 1 - 2.0**-24)
+        assert float(score(np.float32(0), np.uint32(h))) == pytest.approx(-math.log(-math.log1p(-u)), rel=1e-4)
+    monkeypatch.setattr(coupling, "_cpu_kernel", lambda: None)
+    assert torch.equal(found, draw(logits.clone(), seeds, 3 * rows, is_greedy=is_greedy))
+    monkeypatch.setattr(coupling, "_cpu_kernel", lambda: pytest.fail)
+    draw(logits, seeds, rows, torch.float64)  # is not for the kernel
 
 
 def test_draws_follow_the_law() -> None:
@@ -273,7 +340,7 @@ def test_draws_follow_the_law() -> None:
 # Requests without a seed get one, and answers say it.
 
 SAID = (b'{"choices": [', b'{"text": "x"}]}')
-JSON = b"application/json"
+JSON = b"application/json; charset=utf-8"
 
 
 def call(
@@ -295,9 +362,10 @@ def call(
             message = await receive()
             whole += message["body"]
         asked.append(whole)
-        assert dict(scope["headers"])[b"content-length"] == str(len(whole)).encode()
+        told = sorted((name.lower(), value) for name, value in scope["headers"])
+        assert told == [(b"content-length", str(len(whole)).encode()), (b"x-own", b"kept")]
         assert (await receive())["type"] == "http.disconnect", "the caller's leaving is seen"
-        headers = [(b"content-type", kind)]
+        headers = [(b"content-type", kind), (b"Content-Length", b"9")]
         await send({"type": "http.response.start", "status": status, "headers": headers})
         for number, part in enumerate(parts, 1):
             more = number < len(parts)
@@ -309,10 +377,12 @@ def call(
     async def send(message: Any) -> None:
         sent.append(message)
 
-    headers = [(b"content-length", str(len(body)).encode())]
+    headers = [(b"Content-Length", str(len(body)).encode()), (b"x-own", b"kept")]
     scope = {"type": "http", "method": "POST", "path": path, "headers": headers}
     asyncio.run(SeededAnswers(engine)(scope, receive, send))
     answer = b"".join(message["body"] for message in sent[1:])
+    lengths = [value for name, value in sent[0]["headers"] if name.lower() == b"content-length"]
+    assert lengths in ([b"9"], [str(len(answer)).encode()])
     return asked[0], dict(sent[0]["headers"]), answer
 
 
@@ -323,8 +393,7 @@ def test_a_missing_seed_is_drawn_and_returned(path: str, monkeypatch: pytest.Mon
     request, said = json.loads(asked), json.loads(answer)
     assert said == {"choices": [{"text": "x"}], "seed": request["seed"]} and request["prompt"] == "a"
     assert 0 <= int(headers[b"x-seed"]) == request["seed"] < 2**53, "every language reads it as it is"
-    assert headers[b"content-length"] == str(len(answer)).encode()
-    assert json.loads(call(b'{"prompt": "a"}')[0])["seed"] != request["seed"]
+    assert json.loads(call(b'{"prompt": "a", "seed": null}')[0])["seed"] not in (None, request["seed"])
     monkeypatch.setattr(plugin, "is_registered", True)
     asked, _, answer = call(b'{"prompt": "a", "seed": 7}')
     assert json.loads(asked)["seed"] == json.loads(answer)["seed"] == 7
@@ -336,7 +405,16 @@ def test_what_is_no_finished_answer_passes_as_it_comes() -> None:
     parts = (b"data: {}\n\n", b"data: [DONE]\n\n")
     _, headers, answer = call(b"{}", kind=b"text/event-stream", parts=parts)
     assert answer == b"".join(parts) and int(headers[b"x-seed"]) >= 0
-    assert call(b"{}", parts=(b'{"error": "too long"}',), status=400)[2] == b'{"error": "too long"}'
+    for said, status in ((b'{"error": "too long"}', 400), (b"[1]", 200)):
+        assert call(b"{}", parts=(said,), status=status)[2] == said
+    passed: list[Any] = []
+
+    async def engine(*given: Any) -> None:
+        passed.append(given)
+
+    for scope in ({"type": "lifespan"}, {"type": "http", "method": "GET", "path": "/v1/completions"}):
+        asyncio.run(SeededAnswers(engine)(scope, *"rs"))
+        assert passed.pop() == (scope, "r", "s"), "as it came"
     for body, path in ((b"not JSON", "/v1/completions"), (b"[1, 2]", "/v1/completions"), (b"{}", "/v1/embeddings")):
         asked, headers, _ = call(body, path=path)
         assert asked == body and b"x-seed" not in headers
