@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from importlib import import_module
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,7 +18,7 @@ from pipeline.cli import SETTINGS as EXTRACT
 from shards.codec.protocol import CODECS
 from shards.console import INTERRUPTED, command_app, run_command
 from shards.errors import UsageError
-from shards.settings import check_bounds, flatten, read_toml, resolve, setting, to_mapping
+from shards.settings import check_bounds, derive_seed, flatten, read_toml, resolve, setting, to_mapping
 from shards.settings_table import Section, setting_lines, settings_app, table_lines
 from tests.commands import python
 from trainer.cli import SETTINGS as TRAIN
@@ -97,6 +98,11 @@ def test_values_are_read_as_toml_and_later_ones_win() -> None:
     assert flatten({"a": {"b": 1, "c": {}}, "d": {}}) == {"a.b": 1, "a.c": {}, "d": {}}, "an empty table is a value"
 
 
+def test_a_seed_knows_where_its_parts_end_and_of_what_type_they_are() -> None:
+    parts: list[tuple[int | str, ...]] = [("a", "bc"), ("ab", "c"), ("abc",), ("1",), (1,), ("1", "int:1"), (1, 1)]
+    assert len({derive_seed(*each) for each in parts}) == len(parts)
+
+
 def test_a_config_file_that_is_none_is_one_line(tmp_path: Path) -> None:
     for data in (b"a =", b"a = '\xff'"):
         (tmp_path / "run.toml").write_bytes(data)
@@ -112,6 +118,7 @@ def test_every_setting_of_a_command_has_a_default_and_a_meaning(section: Section
     silent = [key for key, shown in lines.items() if len(shown) < 2]
     assert not silent or section in SAMPLE
     assert all(key.startswith(section.prefix) for key in lines)
+    assert all(len(line) <= 100 for shown in lines.values() for line in shown[1:])
 
 
 def test_no_codec_and_no_sampler_is_left_out() -> None:
@@ -119,6 +126,33 @@ def test_no_codec_and_no_sampler_is_left_out() -> None:
     assert set(codecs) == {codec.load() for codec in CODECS.values()}
     named = {section.title.split()[-1]: section.config_class for section in SAMPLE}
     assert named == {name: sampler_class(name) for name in SAMPLERS}
+    meant = dict(setting_lines(named["medusa"]))["max_lookahead"][1]
+    assert meant.endswith("None is as many as the student proposes."), "its own words, not those of what it stands on"
+
+
+def test_samplers_begin_with_the_settings_that_are_written_down() -> None:
+    """A default that moves changes everybody's samples."""
+    shared = 'nucleus_p=1.0 nucleus_rule="strict" top_k=none tau=none stop.at_eos=false stop.min_entropy_nats=none '
+    shared += "stop.entropy_window=256 stop.max_tries=10"
+    drawn, ahead = f'{shared} temperature=1.0 decision="categorical"', shared.replace("tau=none", "tau=1.0")
+    surest = 'confidence="margin" order_temperature=0.0'
+    assert {
+        section.title.split()[-1]: " ".join(
+            shown[0].partition("    (")[0].replace(" ", "") for _, shown in setting_lines(section.config_class)
+        )
+        for section in SAMPLE
+    } == {
+        "ancestral": f"{drawn} nfe=128 final_argmax=true",
+        "first_hitting": drawn,
+        "fixed_count": f"{drawn} nfe=128",
+        "confidence": f"{drawn} nfe=128 {surest}",
+        "block": f'{drawn} inner="ancestral" nfe=none passes_per_block=none {surest} final_argmax=true use_cache=true',
+        "sequential": drawn,
+        "apd": f'{shared} verifier="" mixture_weight=0.7 max_lookahead=none temperature=1.0',
+        "coupled": f'{ahead} max_lookahead=8 draft=none verifier=""',
+        "medusa": f'{ahead} max_lookahead=none draft=none acceptance="coupled" epsilon=0.1 delta=1.0',
+        "drafter": f'{ahead} max_lookahead=none draft=none tree=16 width=6 min_reach=0.0 ngrams=""',
+    }
 
 
 def test_a_part_of_the_table() -> None:
@@ -128,7 +162,9 @@ def test_a_part_of_the_table() -> None:
     assert all("corpus.packing" in line or line.startswith(("#", "    ")) for line in lines)
     assert table_lines(EXTRACT, "posterior")[0] == "# --codec posterior"
     assert table_lines(EXTRACT, "no such word") == []
-    assert "posterior, seeded" in table_lines(EXTRACT)[-1]
+    whole = table_lines(EXTRACT)
+    assert "posterior, seeded" in whole[-1]
+    assert all(before == "" for before, line in pairwise(whole) if line.startswith("# --"))
 
 
 @pytest.fixture

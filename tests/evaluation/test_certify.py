@@ -17,6 +17,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from evaluation import served_certificate as told_of
 from evaluation.certificate import decide
 from evaluation.samples import read_samples
 from evaluation.scorers import make_scorers
@@ -63,7 +64,8 @@ def refusal(told: Told, samples: Path, teacher: Path) -> str:
 
 
 def found(samples: Path) -> dict[str, Any]:
-    return json.loads((samples / "certificate.json").read_text())["samples.jsonl"]
+    text = (samples / "certificate.json").read_text()
+    return json.loads(text, parse_constant=pytest.fail)["samples.jsonl"]  # JSON has no infinity
 
 
 @pytest.mark.parametrize(
@@ -72,7 +74,7 @@ def found(samples: Path) -> dict[str, Any]:
         ("mdlm", 1.0, ()),
         ("plain", 0.7, ()),
         ("mdlm", 0.9, ("--nucleus-p", 0.7)),
-        ("plain", 1.0, ("--top-k", 3, "--nucleus-p", 0.9)),
+        ("plain", 1.0, ("--top-k", 3, "--nucleus-p", 0.9, "--nucleus-rule", "crossing")),
     ],
 )
 def test_verified_samples_agree_everywhere(
@@ -134,8 +136,9 @@ def test_samples_drawn_again_are_certified_by_the_noise_of_their_last_try(models
 
 
 def test_a_students_own_samples_get_their_agreement(models: Path, tmp_path: Path) -> None:
-    sample(models, tmp_path, "--nfe", 3, "--tau", 0.9)
-    assert certify(tmp_path, models / "teacher") == 0
+    sample(models, tmp_path / "drawn", "--nfe", 3, "--tau", 0.9, "--nucleus-p", 0.9)
+    words = ("certify", tmp_path / "drawn", "--teacher", models / "teacher", "--out", tmp_path)
+    assert call("gdistill-eval", *words) == 0 and not (tmp_path / "drawn" / "certificate.json").exists()
     result = found(tmp_path)
     assert 0 < result["agreement"] < 0.6 and result["tau"] == 0.9
     lost = sum(tie["margin"] <= 0 for tie in result["ties"])
@@ -151,6 +154,8 @@ def test_what_cannot_be_certified_is_named(models: Path, tmp_path: Path, told: T
     for file in redrawn.glob("*.json*"):  # as versions wrote it that could
         file.write_text(file.read_text().replace('"tau":', '"redraw_noise": true, "tau":'))
     assert "redraw_noise" in refusal(told, redrawn, teacher)
+    (redrawn / "settings.json").write_text((redrawn / "settings.json").read_text().replace('"gumbel"', '"uniform"'))
+    assert "one uniform per token" in refusal(told, redrawn, teacher)
     coupled = sample_coupled(models, tmp_path / "coupled")
     model = tiny_llama()
     model.lm_head.weight.data += 1
@@ -187,6 +192,7 @@ def test_medusa_samples_are_certified_by_their_backbone(store: Path, tmp_path: P
     assert certify(samples, backbone) == 0
     result = found(samples)
     assert result["num_positions"] == 6 * 23 and result["num_mismatches"] == 0
+    assert json.loads((samples / "settings.json").read_text())["store"]["codec"]["name"] == "posterior"
     records = read(samples / "samples.jsonl")
     sets = [read_samples(samples / "samples.jsonl")]
     scores = [score.to_json() for scorer in make_scorers(sets)[0] for score in scorer(sets[0])]
@@ -382,12 +388,17 @@ def test_the_law_passes_right_engines_and_convicts_others(model: Any) -> None:
 
 def test_what_an_answer_leaves_out_is_known_from_its_request() -> None:
     """Of two prompts with two answers each; what would change the law is refused by name."""
-    request = {"prompt": [[1, 2], [3]], "n": 2, "top_k": -1}
+    request = {"prompt": [[1, 2], [3]], "n": 2, "top_k": -1, "presence_penalty": 0, "repetition_penalty": 1.0}
     tokens = {"tokens": ["token_id:7", "token_id:9"]}
     said = {"choices": [{"index": index, "logprobs": tokens} for index in range(4)]}
     found = list(answers_of(request, {**said, "seed": 5, "noise": "murmur3"}, "here", None))
     asked = [([1, 2], 5), ([1, 2], 6), ([3], 5), ([3], 6)]
     assert [(answer.prompt, answer.seed) for answer in found] == asked
+    assert [answer.name for answer in found] == [f"here, choice {index}" for index in range(4)]
+    words: Any = {**request, "prompt": ["a b", "c"], "temperature": 0}
+    for answers, prompt in ((said, [3]), ({**said, "prompt_token_ids": [8]}, [8])):  # greedy ones need no seed
+        greedy = next(answers_of(words, {**answers, "noise": "murmur3"}, "", lambda text: {"input_ids": [len(text)]}))
+        assert (greedy.prompt, greedy.seed) == (prompt, None)
     for answer in found:
         assert (answer.tokens, answer.temperature, answer.noise) == ([7, 9], 1.0, "murmur3")
         assert (answer.top_k, answer.top_p) == (0, 1.0), "nothing is cut"
@@ -420,6 +431,27 @@ def test_ties_and_the_law_by_hand() -> None:
     assert verdict.variance == pytest.approx((p * np.log(p) ** 2).sum() - entropy**2, abs=1e-6)
 
 
+def test_what_is_said_of_all_answers_by_hand() -> None:
+    """z = 2 / sqrt(4) of the drawn ones alone; by chance one right engine in 20 is so far off that p = 0.05."""
+    greedy = told_of.Verdict("a", 3, "greedy", num_agreeing=1, num_ties=1, first=(2, 5, 7, 0.5))
+    cut = told_of.Verdict("b", 2, "noise", num_agreeing=1, first=(0, 6, 8, None))
+    law = told_of.Verdict("c", 4, "law", excess=2.0, variance=4.0, surprise=6.0, entropy=4.0, num_impossible=1)
+    found = told_of.ServedCertificate([greedy, cut, law])
+    assert (found.z, found.p, found.num_faults) == (1.0, pytest.approx(0.3173, abs=1e-4), 3)
+    assert (found.to_json()["nats_per_token"], found.to_json()["entropy_per_token"]) == (1.0, pytest.approx(4 / 6))
+    assert [*found.lines()] == [
+        "a: 1 of 3 tokens are not the ones asked for; first: token 2 is 5, expected 7, by 0.5 nats",
+        "b: 1 of 2 tokens are not the ones asked for; first: token 0 is 6, expected 8, the request cuts it off",
+        "1 of 2 tokens are argmax(l / T + g), 0 ties within rounding",
+        "1 of 3 tokens are argmax l, 1 ties within rounding",
+        "law: 1.000 nats per token, entropy 0.667; z = 1.00, p = 0.32",
+        "1 tokens are ones that the requests cut off",
+    ]
+    for excess, is_right in ((1.95, True), (-1.97, False)):
+        law = told_of.Verdict("", 4, "law", excess=excess, variance=1.0)
+        assert told_of.ServedCertificate([law]).is_right is is_right
+
+
 @pytest.fixture
 def url(model: Any) -> Iterator[str]:
     """A server that draws with the engine's noise."""
@@ -430,6 +462,9 @@ def url(model: Any) -> Iterator[str]:
 
         def do_POST(self) -> None:
             body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+            if self.path != "/v1/completions" or body["prompt"] == "bad" or not body["return_token_ids"]:
+                self.send_error(400)
+                return
             kept = {key: body[key] for key in ("temperature", "top_p") if key in body}
             self.reply(served(model, body["seed"], **kept)["answer"])
 
@@ -451,15 +486,21 @@ def test_a_server_is_asked_and_its_answers_are_kept(
     url: str, teacher: Path, tmp_path: Path, certified: Certified, told: Told
 ) -> None:
     into = ("--teacher", teacher, "--out", tmp_path)
-    asked = ("--num", 3, "--request", '{"temperature": 0.9, "seed": 5}', *KNOWN)
-    assert call("gdistill-eval", "certify", url, *into, *asked) == 0
+    asked = ("--num", 3, "--request", '{"temperature": 0.9, "seed": 5}', *KNOWN, "--prompt", "Hi")
+    assert call("gdistill-eval", "certify", f"{url}/v1/", *into, *asked) == 0
     kept = read(tmp_path / "answers.jsonl")
     sent = [record["request"] for record in kept]
-    assert [(one["seed"], one["temperature"]) for one in sent] == [(5, 0.9), (6, 0.9), (7, 0.9)]
+    assert [(one["seed"], one["temperature"], one["prompt"]) for one in sent] == [(n, 0.9, "Hi") for n in (5, 6, 7)]
     code, found = certified(*kept)
     assert code == 0 and len(found["answers"]) == 3
-    assert call("gdistill-eval", "certify", "http://127.0.0.1:9", *into) != 0
-    assert "the server does not answer" in told()
+    for source, words, said in (
+        ("http://127.0.0.1:9", (), "the server does not answer"),
+        (url, ("--prompt", "bad"), "the server refuses the request"),
+        (url, ("--request", "[1]"), "not a JSON object [--request]"),
+        (url, ("--dtype", "int3"), "unknown precision [--dtype]; got int3"),
+    ):
+        assert call("gdistill-eval", "certify", source, *into, *words) != 0
+        assert said in told()
 
 
 @pytest.mark.parametrize(

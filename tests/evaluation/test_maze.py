@@ -231,8 +231,8 @@ def test_the_page_holds_every_budget_and_noise_and_loads_nothing(tmp_path: Path)
     page = (tmp_path / "p.html").read_text()
     assert not re.search(r"(src|href)\s*=|url\(|https?://(?!www\.w3\.org/2000/svg)", page)
     data = data_of(page)
-    assert data["title"] == "<b>" and data["budgets"] == [1, 4] and data["num_samples"] == 3
-    assert data["maze"]["rows"] == ["...", "S#T"]
+    assert (data["title"], data["about"]) == ("<b>", "x") and data["budgets"] == [1, 4] and data["num_samples"] == 3
+    assert data["maze"] == {"rows": ["...", "S#T"], "start": [1, 0], "target": [1, 2]}
     drawn, shown = data["columns"]
     good = read(torch.tensor([0, 2, 5, 5, 3, 1]), [0, 1, 1, 1, 1, 1])
     assert good.verdict == "reaches T" and read(torch.tensor([0, 2, 1]), [0, 1, 1]).verdict == "does not reach T"
@@ -248,21 +248,28 @@ def test_the_command_makes_the_page_of_students_and_their_teacher(
     (tmp_path / "maze.json").write_text(json.dumps(asdict(MAZE)))
     page = tmp_path / "new" / "page.html"
     words = ["passes", *students, "--teacher", judge_folder, "--num", 2, "--out", page]
-    words += ["--seed", 5, "--set", "decision=categorical"]
+    words += ["--seed", 5, "--sampler", "confidence", "--set", "confidence=probability"]
     assert call("gdistill-eval", *words, "--maze", tmp_path / "maze.json", "--nfe", "1,3") == 0
     data = data_of(page.read_text())
     assert data["budgets"] == [1, 3] and data["num_samples"] == 2
     assert [column["role"] for column in data["columns"]] == ["plain", "noise", "teacher"]
     assert max(data["columns"][1]["samples"]["3"][0]["passes"]) == 3
     model = open_model(tmp_path / "gumbel")
-    sampler = make_sampler("ancestral", nfe=3, decision="categorical", tau=1.0)
+    sampler = make_sampler("confidence", nfe=3, decision="argmax", tau=1.0, confidence="probability")
     for index, shown in enumerate(data["columns"][1]["samples"]["3"]):
         tokens, _ = passes.settle(model.student, sampler, index, 5)
         assert shown["pieces"] == model.tokenizer.convert_ids_to_tokens(tokens.tolist())
     length = model.student.config.row_length
     noise = sampling_noise(5, torch.arange(2), length, judge.model.config.vocab_size)
     rows = teacher_decode(judge.model, torch.zeros(2, dtype=torch.int64), noise, length)
+    assert data["columns"][2]["samples"]["own"][0]["passes"] == [*range(length)]
     written = [shown["pieces"] for shown in data["columns"][2]["samples"]["own"]]
     assert written == [model.tokenizer.convert_ids_to_tokens(row.tolist()) for row in rows]
     assert call("gdistill-eval", *words, "--nfe", "few") == 2
     assert "bad NFE [--nfe]; got few" in told()
+    file = tmp_path / "none" / "tokenizer.json"
+    file.write_text(file.read_text().replace("<bos>", "<x>"))
+    assert call("gdistill-eval", *words, "--maze", tmp_path / "maze.json") == 2 and "write no moves" in told()
+    for file in (tmp_path / "none").glob("tokenizer*"):
+        file.unlink()
+    assert call("gdistill-eval", *words) == 2 and "no tokenizer beside it [none=" in told()
