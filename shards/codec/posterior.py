@@ -174,7 +174,7 @@ class PosteriorCodec(FreshDraws):
         scale = torch.where(wanted > 0, wanted / total.clamp(min=1e-30), 1.0).clamp(0.5, 2.0)
         probs = torch.cat([probs * scale[:, None].float(), own[:, None].float()], dim=1)
         ids = torch.cat([ids, tokens[:, None]], dim=1)
-        used = torch.cat([others, torch.ones_like(others[:, :1])], dim=1)
+        used = torch.cat([others, others.new_ones(len(others), 1)], dim=1)
         head = Entries(ids, probs, used, len(unigram_probs))
         known = torch.where(head.used, unigram_probs[ids], 0.0).sum(1, dtype=torch.float64)
         tail_scale = tail_mass / (1 - known).clamp(min=1e-9)

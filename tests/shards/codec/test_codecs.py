@@ -349,7 +349,7 @@ def test_the_arrays_of_the_most_probable_tokens_are_those_of_the_distribution() 
 
 
 def test_fewer_known_tokens_leave_their_mass_to_the_tail() -> None:
-    """Where an id is -1 none is known."""
+    """Where an id is -1 none is known; none at all is listed of a flat teacher, nor where nothing counts."""
     _, resources, (ids, values, tokens, own) = scored(3)
     codec, given = PosteriorCodec(num_entries=KEPT), (pad(ids, (0, 2), value=-1), pad(values, (0, 2), value=-math.inf))
     arrays = codec.encode_likeliest(*given, tokens, own, resources)
@@ -359,6 +359,9 @@ def test_fewer_known_tokens_leave_their_mass_to_the_tail() -> None:
     torch.testing.assert_close(tail, expected, atol=1e-3, rtol=2e-3)
     found = codec.distribution(arrays, tokens, own, resources).tile(0, 40)
     torch.testing.assert_close(found.sum(1), torch.ones(6), atol=5e-3, rtol=0)
+    torch.testing.assert_close(found.gather(1, tokens[:, None])[:, 0], own.exp())
+    none = codec.encode_likeliest(torch.full_like(ids, -1), torch.full_like(values, -math.inf), tokens, own, resources)
+    found = codec.distribution(none, tokens, own, resources).tile(0, 40)
     torch.testing.assert_close(found.gather(1, tokens[:, None])[:, 0], own.exp())
     rounded = torch.tensor([[7, 4]]), torch.tensor([[0.0, -7.0]]), torch.tensor([7])
     sure = codec.encode_likeliest(*rounded, torch.zeros(1), resources)  # more than 1 together
