@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -119,6 +120,8 @@ def test_every_setting_of_a_command_has_a_default_and_a_meaning(section: Section
     assert not silent or section in SAMPLE
     assert all(key.startswith(section.prefix) for key in lines)
     assert all(len(line) <= 100 for shown in lines.values() for line in shown[1:])
+    boundless = [key for key, shown in lines.items() if re.search(r"\((int|float)( \| none)?\)$", shown[0])]
+    assert section in SAMPLE or all(key.endswith(("_id", "seed")) for key in boundless)
 
 
 def test_no_codec_and_no_sampler_is_left_out() -> None:

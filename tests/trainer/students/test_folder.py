@@ -18,6 +18,7 @@ from shards.errors import UsageError
 from shards.settings import flatten, to_mapping
 from tests.trainer.sampling_cases import LENGTH, tiny_student
 from tests.trainer.students.student_cases import make_student
+from trainer.loading import load_student
 from trainer.students.configuration import FLAT_BEFORE, StudentSettings, grouped, unread_settings
 from trainer.students.folder import _cell, find_model, model_card, read_model, weights_sha256, without_places
 from trainer.students.registry import STUDENTS
@@ -91,12 +92,17 @@ def test_transformers_own_arguments_pass(tmp_path: Path, config: Any) -> None:
     assert read.settings == read_model(tmp_path).settings
     assert read.num_hidden_layers == read.num_layers == config["num_layers"] == 2
     assert type(read)(**read.to_dict()).settings == read.settings
+    named = type(read)(num_hidden_layers=3, num_attention_heads=4, max_position_embeddings=32)
+    assert (named.num_layers, named.num_heads, named.row_length) == (3, 4, 32)
+    with pytest.raises(UsageError, match=r"stands on no backbone.*got x; .*leave --backbone out"):
+        load_student(tmp_path, backbone="x")
 
 
 def test_every_setting_is_read_by_a_student_and_grouped_once() -> None:
     assert not set.intersection(*(unread_settings(each.reads) for each in STUDENTS.values()))
     values = to_mapping(StudentSettings())
-    assert grouped(values) == values
+    did_something = {"time_beta": 2.0}
+    assert grouped({**values, "time_beta": 1.0}) == values and grouped(did_something) == did_something
     for student in STUDENTS.values():
         named = {name for name in student.reads if "." in name}
         assert named <= {*flatten(values)}, "a name that no setting has would refuse nothing"
@@ -129,7 +135,7 @@ def test_the_hub_is_told_of_what_is_on_it_alone() -> None:
         told["validation"] = {**scores, "conditional": conditional}
         said = f"1.2500 nats per token ({kind}), perplexity 3.500, 4,096 tokens."
         assert said in model_card(told, make_student())
-    card = ModelCard(model_card(record(), make_student()))
+    card = ModelCard(model_card(record("teachers/stories260K/new"), make_student()))
     assert {"base_model", "datasets"}.isdisjoint(card.data.to_dict())
     assert "stories260K" in card.text and "maze:k4" in card.text
 
@@ -141,6 +147,7 @@ def test_heads_name_the_backbone_that_they_need() -> None:
     card = model_card(record(), student)
     assert "the language model stories260K, which is not in this folder" in card
     assert f"weights_sha256 `{'cd' * 32}`" in card and "/home/me" not in card
+    assert "--nfe" in card and "--nfe" not in model_card(record(student="drafter"), student)
 
 
 def test_absolute_paths_become_names() -> None:
@@ -152,7 +159,7 @@ def test_absolute_paths_become_names() -> None:
         "file:///srv/store": "store",
     }
     same = ["s3://bucket/run/store", "hf:org/name", "org/name", "out/run/model", 3]
-    assert without_places({"a": [*published, *same]}) == {"a": [*published.values(), *same]}
+    assert without_places({"a": [(*published, *same)]}) == {"a": [[*published.values(), *same]]}
 
 
 def options_of(line: str) -> set[tuple[str, float | str]]:

@@ -171,12 +171,13 @@ def test_autocast_keeps_float32_sums() -> None:
 
 
 def test_refusals() -> None:
-    with pytest.raises(UsageError, match="another vocabulary"):
+    with pytest.raises(UsageError, match=r"another vocabulary.*got 299; expected 300.*a store of its own teacher"):
         make()(DenseNoise(arrivals(vocab=299)))
     with pytest.raises(UsageError, match="unigram"):
         make(prior_weight=1.0)(DenseNoise(arrivals()))
-    with pytest.raises(UsageError, match="unigram"):
-        make(prior_weight=1.0).set_unigram(torch.zeros(3))
+    for unigram in (torch.zeros(3), torch.full((SIZE,), -math.inf)):
+        with pytest.raises(UsageError, match=rf"unigram.*expected {SIZE} finite"):
+            make(prior_weight=1.0).set_unigram(unigram)
 
 
 @pytest.mark.parametrize("injection", ["replace", "add"])
@@ -188,7 +189,7 @@ def test_embeddings_laid_out_like_rows_blend_as_listed(injection: str, num_score
     tokens = torch.zeros(3, 12, dtype=torch.int64).masked_fill(masked, student.mask_id)
     embeddings = student.backbone.vocab_embed(tokens)
     listed, later = student.inject(embeddings, Places.of(masked), noise[masked])
-    blended, found = student.embed(tokens, noise)
+    blended, found = student.embed(tokens, EmbeddedNoise.cat([noise[:1], noise[1:]]))
     assert torch.equal(blended, listed) and not torch.equal(listed, embeddings)
     assert torch.equal(found.scores, later.scores) and torch.equal(found.ids, later.ids)
     assert torch.equal(later.places.read(scores), later.scores)
@@ -257,7 +258,7 @@ def test_one_layer_by_hand(beta: float) -> None:
     """D = 2, V = 2, LN(h) = (1, -1): beta ((2, -2) + log (0.2, 0.8)) against W."""
     layer = VocabularyAttention(2, 2)
     layer.reset_parameters()
-    assert float(layer.log_beta.exp()) == pytest.approx(2), "as it begins"
+    assert float(layer.log_beta.exp()) == pytest.approx(2) and bool((layer.gamma == 1).all()), "as it begins"
     with torch.no_grad():
         layer.log_beta.fill_(math.log(beta))
         layer.gamma.copy_(torch.tensor([2.0, 1.0]))
@@ -302,7 +303,7 @@ def test_block_sampling_reads_as_training_does(top_k: int) -> None:
     known, block = batch.tokens[:, :BLOCK], noised[:, BLOCK:]
     cached = student.predict_after(known, block, here, noise[:, BLOCK:], cache)
     assert torch.allclose(student.predict_at(noised, masked, noise), expected, atol=1e-4)
-    assert torch.allclose(cached, expected, atol=1e-4)
+    assert torch.allclose(cached, expected, atol=1e-4) and not cached.requires_grad
     part = torch.tensor([2, 0])  # again, of some rows alone
     given = (each[part] for each in (block[:, :0], block, here, noise[:, BLOCK:]))
     some = student.predict_after(*given, cache.select(part))
@@ -349,18 +350,19 @@ def test_products_and_mixtures_have_each_others_derivatives() -> None:
 
 @pytest.mark.parametrize("tau", [1.0, 0.3])
 def test_candidates_are_the_largest_scores(tau: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Found a few positions at a time: no other entry scores more, and scores are the entries'."""
+    """Found a few positions at a time: no other entry scores more, and scores are the entries', the largest 0."""
     monkeypatch.setitem(embedding.TILES, "cpu", (8, 5))
     monkeypatch.setattr(noise_attention, "FEWEST_POSITIONS", 3)
     noise, prior = keyed_noise(17, 60, CPU), torch.linspace(0, -9, 60)
-    ids, scores = noise_attention.most_probable_entries(noise, 9, tau, prior)
-    every = noise_attention.noise_scores(noise, tau, prior)
-    torch.testing.assert_close(every.gather(1, ids), scores)
+    every = prior - tau * dense_arrivals(noise).log()
+    every -= every.amax(1, keepdim=True)
+    torch.testing.assert_close(layer_scores(noise, tau, prior, 0)[0], every)
+    scores, ids = layer_scores(noise, tau, prior, 9)
+    torch.testing.assert_close(every.gather(1, ids.long()), scores)
     assert all(len(set(row)) == 9 for row in ids.tolist())
-    others = every.scatter(1, ids, -math.inf)
+    others = every.scatter(1, ids.long(), -math.inf)
     assert bool((others.max(1).values <= scores.min(1).values).all())
-    none, _ = noise_attention.most_probable_entries(noise.select(slice(0, 0)), 9, tau, prior)
-    assert none.shape == (0, 9)
+    assert layer_scores(noise.select(slice(0, 0)), tau, prior, 9)[0].shape == (0, 9)
 
 
 def test_ids_survive_narrow_embeddings() -> None:

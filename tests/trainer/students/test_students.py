@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +13,15 @@ from transformers import AutoConfig, AutoModel, AutoModelForMaskedLM
 
 from benchmarks.goldens import denoise, predict
 from shards.errors import UsageError
+from shards.settings import nested
 from tests.trainer.students.student_cases import BLOCK, LENGTH, VOCAB, make_batch, make_student, row_noise
-from trainer.objective.corruption import FULL
+from trainer.objective.corruption import FULL, masked_log_probs
 from trainer.students import bd3lm
 from trainer.students.bd3lm import flex_training_attention, training_mask
 from trainer.students.conditioning import EmbeddedNoise
+from trainer.students.configuration import BackboneSettings, DiffusionSettings, DistillationSettings, NoiseSettings
 from trainer.students.dit import full_attention, masked_attention
+from trainer.students.folder import read_model
 from trainer.students.registry import AR, BD3LM, MDLM, StudentSettings, read_preset
 
 CPU = torch.device("cpu")
@@ -68,7 +72,7 @@ def test_validation_keeps_the_bound() -> None:
 
 
 def test_loss_equals_dense_formulation() -> None:
-    student, batch = make_student(noise={"tau": 0.7}), make_batch()
+    student, batch = make_student(noise={"tau": 0.7}, diffusion={"time_conditioning": True}), make_batch()
     corruption = student.corrupt(batch)
     student.loss(batch).loss.backward()
     sparse = {name: p.grad.clone() for name, p in student.named_parameters()}
@@ -76,7 +80,7 @@ def test_loss_equals_dense_formulation() -> None:
     noised = batch.tokens.masked_fill(corruption.mask, student.mask_id)
     xi = -torch.log(batch.noise.arrivals)
     condition = EmbeddedNoise(torch.softmax(0.7 * xi, dim=-1) @ student.conditioner.weight)
-    log_probs = predict(student, noised, condition)
+    log_probs = masked_log_probs(student(noised, condition, corruption.sigma).logits, student.mask_id)
     nll = -log_probs.gather(-1, batch.tokens[..., None])[..., 0]
     dense = (nll * corruption.weight * corruption.mask).sum() / batch.tokens.numel()
     dense.backward()
@@ -86,14 +90,16 @@ def test_loss_equals_dense_formulation() -> None:
 
 
 def test_forward_refuses_what_it_would_ignore() -> None:
-    student, tokens, known = make_student(), torch.full((4, LENGTH), VOCAB), make_batch().tokens
-    padded = torch.ones_like(known)
+    student, known = make_student(), make_batch().tokens
+    tokens, padded = known.index_fill(1, torch.tensor([3]), VOCAB), torch.ones_like(known)
     padded[0, -1] = 0
     for model, given, change, named in (
         (student, tokens, {}, r"needs the noise.*noise_embeddings"),
         (student, known, {"attention_mask": padded}, "attention_mask"),
         (student, known, {"labels": known}, r"labels.*student\.loss"),
         (student, known, {"output_hidden_states": True}, "output_hidden_states"),
+        (student, known, {"output_attentions": True}, "output_attentions"),
+        (student, known, {"return_dict": False}, "return_dict"),
         (student, known, {"inputs_embeds": torch.zeros(1)}, "inputs_embeds"),
         (make_student(AR), known, {"labels": known}, "labels"),
         (make_student(AR), known, {"attention_mask": torch.zeros_like(known)}, "attention_mask"),
@@ -101,44 +107,57 @@ def test_forward_refuses_what_it_would_ignore() -> None:
         with pytest.raises(UsageError, match=named):
             model(given, **change)
     plain = make_student(conditioning="none")
-    whole = {"attention_mask": torch.ones_like(known), "use_cache": True, "return_dict": None}
-    assert torch.equal(plain(tokens, **whole).logits, plain(tokens).logits)
+    whole = {"attention_mask": torch.ones_like(known), "return_dict": None, "output_attentions": False}
+    for use_cache in (True, False):
+        assert torch.equal(plain(tokens, **whole, use_cache=use_cache).logits, plain(tokens).logits)
 
 
+OUTSIDE: dict[str, tuple[float, ...]] = {
+    "hidden_size num_layers num_heads condition_size mlp_ratio block_size noise.rank": (0,),
+    "backbone.num_proposed backbone.head_rank": (0,),
+    "embedding_init_std noise.tau diffusion.max_loss_weight kd.temperature": (0.0, math.inf),
+    "noise.prior_weight noise.top_k": (-1,),
+    "dropout noise.prior_share": (-0.1, 1.0),
+    "diffusion.min_time diffusion.max_time kd.weight": (0.0, 1.5),
+    "diffusion.fully_masked_share": (-0.1, 1.1),
+}
+RANGES = [(name, value) for names, values in OUTSIDE.items() for name in names.split() for value in values]
 BAD_SETTINGS = [
-    ({"hidden_size": 15}, "hidden_size"),
-    ({"dropout": 1.0}, "dropout"),
+    *((nested(name.split("."), value), rf"out of range \[model\.{name}\]") for name, value in RANGES),
+    ({"hidden_size": 14}, "hidden_size.*a multiple of 4"),
     ({"block_size": 3}, "block_size"),
-    ({"num_heads": 4, "attention": "flex"}, "attention"),
+    ({"attention": "flex"}, "attention.*narrower than 16"),
     ({"diffusion": {"min_time": 0.9, "max_time": 0.5}}, "min_time"),
-    ({"diffusion": {"min_time": 0.0}}, "min_time"),
-    ({"diffusion": {"max_time": 1.5}}, "max_time"),
     ({"noise": {"rank": 17}}, r"noise\.rank.*at most hidden_size = 16"),
-    ({"diffusion": {"max_loss_weight": 0.0}}, "max_loss_weight"),
-    ({"diffusion": {"max_loss_weight": float("inf")}}, "max_loss_weight"),
-    ({"diffusion": {"fully_masked_share": 1.1}}, "fully_masked_share"),
-    ({"diffusion": {"fully_masked_share": -0.1}}, "fully_masked_share"),
-    ({"noise": {"injection": "concat"}}, "injection"),
-    ({"noise": {"prior_weight": -1.0}}, "prior_weight"),
-    ({"noise": {"prior_share": -0.1}}, "prior_share"),
-    ({"noise": {"prior_share": 1.0}}, "prior_share"),
-    ({"noise": {"prior_share": float("nan")}}, "prior_share"),
+    ({"noise": {"rank": 2, "projection": "tied"}}, r"noise\.rank.*a projection of its own"),
     ({"noise": {"layers": [0]}}, r"noise\.layers"),
     ({"noise": {"layers": [3]}}, r"noise\.layers"),
     ({"noise": {"layers": [1]}, "conditioning": "none"}, r"noise\.layers"),
     ({"noise": {"layers": [1], "transform": "uniform"}}, r"noise\.layers"),
-    ({"noise": {"layers": [1], "top_k": -1}}, "noise.top_k.*got -1"),
     ({"noise": {"top_k": 2}}, "noise.top_k.*got 2"),
     ({"noise": {"layers": [1], "top_k": VOCAB + 1}}, rf"noise.top_k.*at most V = {VOCAB}"),
 ]
 
 
 def test_presets_are_valid_and_bad_settings_are_named() -> None:
+    """What a user leaves out is the paper's student."""
     for name in ("tiny", "small", "medium", "maze"):
         assert StudentSettings(**read_preset(name)).num_layers >= 2
+    groups = (
+        NoiseSettings("replace", "gumbel", 0.0, "own", None, 1.0, 0.0, (), 0),
+        DiffusionSettings("loglinear", "schedule", None, 0.0, 1e-3, 1.0, False, False, False),
+        DistillationSettings("none", 1.0, 1.0),
+        BackboneSettings(None, "float32", 3, "hidden", "shared", 64),
+    )
+    usual = StudentSettings(768, 12, 12, 128, 4, 0.1, "auto", None, "none", None, None, False, *groups)
+    assert usual == StudentSettings() == StudentSettings(**read_preset("small"))
+    assert make_student(noise={"rank": 16}).conditioner.weight.shape == (VOCAB, 16), "the largest rank"
     for change, named in BAD_SETTINGS:
         with pytest.raises(UsageError, match=named):
             make_student(**change)
+    for name in ("vocab_size", "row_length"):
+        with pytest.raises(UsageError, match=rf"model\.{name}.*got 1; expected at least 2"):
+            MDLM.config_class.build(StudentSettings(), **{name: 1})
 
 
 def test_noise_goes_to_students_that_read_it_alone() -> None:
@@ -161,6 +180,12 @@ def test_bfloat16_weights_and_autocast_change_little(tmp_path: Path) -> None:
     assert rounded.item() == pytest.approx(exact, rel=2e-2)
     assert narrow.conditioner.weight.grad.dtype == torch.bfloat16
     assert predict(narrow, torch.full((2, LENGTH), narrow.mask_id)).isfinite().all()
+    three = torch.randn(3, 1, 2, 40, 16).bfloat16()
+    assert torch.equal(full_attention(*three), full_attention(*three.float()).bfloat16()), "attention of a CPU"
+    assert narrow.backbone.output_layer.norm_final(three).dtype == torch.float32
+    assert masked_log_probs(three, 0).dtype == torch.float32
+    narrow.save_pretrained(tmp_path)
+    assert read_model(tmp_path).dtype == torch.float32, "a student is read in full precision"
     with torch.autocast("cpu", torch.bfloat16):
         rounded = student.loss(batch).loss
     rounded.backward()
@@ -170,11 +195,13 @@ def test_bfloat16_weights_and_autocast_change_little(tmp_path: Path) -> None:
 
 def test_dropout_is_of_what_a_block_adds() -> None:
     """In training nearly all of it is dropped, and the embeddings stay; elsewhere nothing is."""
-    student = make_student(dropout=1 - 1e-7).train()
+    student = make_student(dropout=1 - 1e-7, mlp_ratio=3).train()
     x, level = torch.randn(2, LENGTH, 16), student.backbone.embed_sigma(torch.zeros(1))
     run = (x, level, torch.arange(LENGTH), full_attention)
     torch.testing.assert_close(student.backbone(*run), x, rtol=0, atol=1e-5)
     assert not torch.allclose(student.eval().backbone(*run), x, atol=1e-2)
+    assert student.backbone.blocks[0].mlp[0].out_features == 3 * 16
+    assert student.backbone(x[:0], *run[1:3], pytest.fail).shape == (0, LENGTH, 16), "no kernel is asked about no rows"
 
 
 # Attention in blocks.
@@ -183,9 +210,10 @@ def test_dropout_is_of_what_a_block_adds() -> None:
 def test_blocks_of_the_loss() -> None:
     student, batch = make_student(BD3LM), make_batch()
     output = student.loss(batch)
-    assert output.block_nlls.shape == (4, 2)
-    assert torch.allclose(output.block_nlls.sum() * BLOCK, output.nll_sum)
-    assert torch.allclose(output.nll_sum / batch.tokens.numel(), output.loss, rtol=1e-5)
+    assert output.block_nlls.shape == (4, 2) and output.num_tokens == 4 * (LENGTH - 1)
+    assert torch.allclose(output.block_nlls.sum(1) * BLOCK, output.row_nlls)
+    both = torch.stack((output.nll_sum, output.row_nlls.sum())) / batch.tokens.numel()
+    assert torch.allclose(both, output.loss, rtol=1e-5)
     assert student.loss(batch, time_bounds=(0.9, 1.0)).num_masked > output.num_masked
 
 
@@ -207,8 +235,8 @@ def test_flex_and_sdpa_agree() -> None:
 
 
 def test_one_block_is_mdlm() -> None:
-    block = make_student(BD3LM, block_size=None)
-    plain = make_student(hidden_size=32)
+    block = make_student(BD3LM, block_size=None, noise={"layers": [1]})
+    plain = make_student(hidden_size=32, noise={"layers": [1]})
     plain.load_state_dict(block.state_dict())
     batch = make_batch()
     assert torch.equal(block.loss(batch).loss, plain.loss(batch).loss)
@@ -260,6 +288,12 @@ def test_training_goes_on_without_flexattention_and_says_so(monkeypatch: Any, ca
     assert not bd3lm.flex_works(device) and not bd3lm.flex_works(device)
     said = capsys.readouterr().err
     assert said.count("FlexAttention fails: no gcc") == 1 and "sdpa on cuda:3" in said
+    # Where it works, heads of 16 take it on a GPU, and narrower ones do not.
+    mask = torch.ones(1, 1, dtype=torch.bool)
+    for name, made in (("flex_works", True), ("training_mask", mask), ("flex_training_attention", full_attention)):
+        monkeypatch.setattr(bd3lm, name, lambda *_, made=made: made)
+    wide, narrow = (make_student(BD3LM, hidden_size=w)._training_attention(LENGTH, device) for w in (32, 16))
+    assert wide is full_attention is not narrow
 
 
 # The autoregressive baseline.
@@ -271,7 +305,7 @@ def test_ar_loss_is_the_mean_nll_of_the_next_token() -> None:
     nlls = -log_probs[:, :-1].gather(-1, batch.tokens[:, 1:, None])[..., 0]
     assert torch.allclose(output.loss, nlls.mean(), rtol=1e-5)
     assert torch.allclose(output.token_nlls[:, 1:], nlls, atol=1e-5)
-    assert output.num_tokens == 3 * (LENGTH - 1)
+    assert output.num_tokens == output.num_masked == 3 * (LENGTH - 1)
     assert (log_probs[..., VOCAB] < -9e5).all()
     assert not [n for n, _ in student.named_parameters() if "adaLN" in n or "sigma" in n]
 
@@ -285,6 +319,9 @@ def test_ar_sees_no_future_and_its_cache_is_the_whole_past() -> None:
     cache = student.start_cache(3)
     found = [student.predict_next(tokens[:, :4], cache)]
     found += [student.predict_next(tokens[:, i : i + 1], cache) for i in range(4, LENGTH)]
-    assert torch.allclose(torch.stack(found, 1), whole[:, 3:], atol=1e-5)
+    assert torch.allclose(torch.stack(found, 1), whole[:, 3:], atol=1e-5) and not found[0].requires_grad
     with pytest.raises(UsageError, match="one token"):
         student.predict_next(tokens[:, :2], cache)
+    with pytest.raises(ValueError, match=f"{LENGTH} tokens cannot hold {LENGTH + 1}"):
+        student.predict_next(tokens[:, :1], cache)
+    assert student.bfloat16().start_cache(1).keys.dtype == torch.bfloat16
