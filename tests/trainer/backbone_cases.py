@@ -24,7 +24,7 @@ def tiny_config(shape: str, num_logits: int = PADDED, **changes: Any) -> Pretrai
     grouped = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}
     grouped |= {"num_attention_heads": 4, "num_key_value_heads": 2}
     if shape == "llama":  # as Llama 3.2 1B: grouped queries, tied head
-        return LlamaConfig(**{**common, **grouped, "tie_word_embeddings": True, **changes})
+        return LlamaConfig(**{**common, **grouped, "head_dim": 8, "tie_word_embeddings": True, **changes})
     if shape == "qwen2":  # as Qwen2.5: biases in q, k, v
         return Qwen2Config(**{**common, **grouped, "tie_word_embeddings": False, **changes})
     sizes = {"n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 64}
