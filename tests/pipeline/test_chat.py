@@ -147,8 +147,8 @@ def student_and_batch(store: ShardStore, name: str, noise: str = "gumbel", **cha
     config = tiny_run(student=name, model__conditioning=noise, **changes)
     torch.manual_seed(0)
     student = build_student(config, store, None).eval()
-    stream = ShardStream(store.split("train"), seed=0, global_batch_size=4)
     make = BatchMaker(store, "train", 0, torch.device("cpu"), with_noise=noise == "gumbel")
+    stream = ShardStream(store.split("train", make.arrays), seed=0, global_batch_size=4)
     return student, make(next(iter(stream)))
 
 

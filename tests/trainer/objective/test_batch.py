@@ -70,7 +70,7 @@ def test_noise_makes_the_tokens_the_teachers_choice(store: Path) -> None:
 
 def test_a_fresh_codec_draws_anew_in_every_epoch_or_a_number_of_draws_in_turn(store: Path) -> None:
     endless, four = ([arrivals(make_batch(store, epoch, num_draws=num)) for epoch in range(8)] for num in (None, 4))
-    assert torch.equal(endless[0], arrivals(make_batch(store)))
+    assert torch.equal(endless[0], arrivals(make_batch(store))) and make_batch(store, 5).epoch == 5
     for epoch in range(4):
         assert torch.equal(four[epoch], four[epoch + 4])
         assert torch.equal(four[epoch], endless[epoch])
@@ -109,6 +109,8 @@ def test_micro_batches_keep_everything(store: Path, size: int | None, number: in
     assert len(parts) == number
     assert sorted(torch.cat([part.slots for part in parts]).tolist()) == list(range(8))
     assert all(part.global_batch_size == 8 for part in parts)
+    counted = replace(batch, counted=torch.ones_like(batch.tokens, dtype=torch.bool))
+    assert counted.num_scored == batch.num_scored == 8 * (LENGTH - 1), "position 0 is no token to predict"
     whole = arrivals(batch, EVERYWHERE).unflatten(0, (8, -1))
     for part in parts:
         assert part.num_rows <= (size or 8)

@@ -15,6 +15,7 @@ from torch import Tensor
 from benchmarks import parity
 from benchmarks.goldens import substituted_log_probs
 from shards.errors import GdistillError, UsageError
+from trainer.objective import corruption
 from trainer.objective.batch import Batch
 from trainer.objective.clips import best_clips, candidates, clip_variance
 from trainer.objective.corruption import (
@@ -77,7 +78,7 @@ def test_masks_follow_p() -> None:
     assert not mask[:, 0].any()
 
 
-def test_resampled_blocks_are_within_bounds() -> None:
+def test_resampled_blocks_are_within_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
     batch, p = batch_of(500), torch.full((500, 4), 0.5)
 
     def uniforms(round_number: int) -> Tensor:
@@ -86,9 +87,17 @@ def test_resampled_blocks_are_within_bounds() -> None:
     counts = draw_mask(uniforms, p, (0.3, 0.8)).unflatten(1, (4, 4)).sum(dim=2)[:, 1:]
     assert set(counts.unique().tolist()) == {2, 3}
     assert torch.equal(draw_mask(uniforms, p, (1e-3, 1.0)), draw_mask(uniforms, p))
+    # The first block anew, until it fits; where U is p nothing is masked. A block that fits stays.
+    drawn = torch.tensor([[[0.9] * 4 + [0.1, 0.1, 0.9, 0.9]], [[0.9, 0.1, 0.3, 0.5] + [0.1] * 4]])
+    found = draw_mask(lambda number: drawn[number], torch.full((1, 2), 0.5), (0.3, 0.5))
+    assert found.int().tolist() == [[0, 1, 1, 0, 1, 1, 0, 0]]
+    monkeypatch.setattr(corruption, "MAX_ROUNDS", 5)
+    with pytest.raises(GdistillError, match=r"no mask fits.*5 redraws within \(0.3, 0.5\).*widen"):
+        draw_mask(lambda _: drawn[0], torch.full((1, 2), 0.5), (0.3, 0.5))
     with pytest.raises(UsageError, match="min_time"):
         draw_mask(uniforms, p, (0.3, 0.45))
     require_reachable((1e-3, 1.0), 1)
+    require_reachable((0.29, 0.29), 100)  # 0.29 * 100 is less than 29
 
 
 @pytest.mark.parametrize("num_blocks", [1, 4])
@@ -111,13 +120,15 @@ def test_another_epoch_and_another_seed_draw_anew() -> None:
         assert not torch.equal(first.t, second.t) and not torch.equal(first.mask, second.mask)
 
 
-def test_times_and_masks_are_drawn_apart() -> None:
-    """Uniforms of different purposes, rounds and rows are independent."""
+def test_times_and_masks_are_drawn_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Uniforms of different purposes, rounds and rows are independent, and none is 0 or 1."""
     batch = batch_of(4000)
     draws = [row_uniforms(*key, 1)[:, 0] for key in (("time", batch, 0), ("mask", batch, 0))]
     draws += [row_uniforms("mask", batch, stream, 1)[:, 0] for stream in (1, 99, 100, 101)]
     correlations = torch.corrcoef(torch.stack(draws)).fill_diagonal_(0.0)
     assert float(correlations.abs().max()) < 5 / math.sqrt(4000)
+    monkeypatch.setattr(corruption, "stream_bits", lambda *_: torch.tensor([[0, 2**32 - 1]]))
+    assert all(0 < number < 1 for number in row_uniforms("time", batch, 0, 2)[0])
 
 
 @pytest.mark.parametrize("name", sorted(SCHEDULES))
@@ -145,11 +156,12 @@ def test_rate_weights_are_sigmas_slope_over_its_growth() -> None:
 def test_settings_choose_the_schedule() -> None:
     batch, shares = batch_of(64), {}
     for name in SCHEDULES:
-        drawn = corrupt(batch, DiffusionSettings(schedule=name), 1, FULL)  # type: ignore[arg-type]
+        drawn = corrupt(batch, DiffusionSettings(schedule=name), 2, FULL)  # type: ignore[arg-type]
         p = SCHEDULES[name].masking_probability(drawn.t)
         shares[name] = float(p.mean())
-        assert torch.allclose(drawn.weight[:, :1], SCHEDULES[name].loss_weight(drawn.t))
+        assert torch.allclose(drawn.weight[:, ::8], SCHEDULES[name].loss_weight(drawn.t))
         assert torch.allclose(drawn.sigma, masking_sigma(p[:, 0]))
+    assert float(masking_sigma(torch.ones(()))) == pytest.approx(math.log(1000), rel=1e-4)
     # Means over t of t^2, cosine, t, log2(1 + t), sqrt t: 0.333, 0.364, 0.5, 0.557, 0.667.
     order = ["square", "cosine", "loglinear", "log", "square_root"]
     assert sorted(shares, key=shares.__getitem__) == order
@@ -185,9 +197,11 @@ def test_search_takes_the_smallest_variance() -> None:
     assert clip_variance(quiet) == pytest.approx(quiet[0].var().item())
     assert clip_variance(quiet * 2) == pytest.approx(2 * quiet[0].var().item())
     assert best_clips({(0.1, 0.9): loud, (0.3, 0.8): quiet}) == (0.3, 0.8)
+    assert best_clips({(0.1, 0.9): quiet, (0.3, 0.8): quiet}) == (0.1, 0.9)
+    assert clip_variance(quiet * 100 + loud) == pytest.approx(100 * quiet[0].var().item())
     assert best_clips({(0.1, 0.9): [torch.full((2, 2), torch.nan)], FULL: loud}) == FULL
-    with pytest.raises(GdistillError, match="variance"):
-        best_clips({FULL: [torch.full((1, 1), 2.0)]})
+    with pytest.raises(GdistillError, match=r"no finite variance.*got 1 candidates"):
+        best_clips({FULL: [*quiet, torch.full((1, 1), 2.0)]})
 
 
 def test_known_values(golden: Path) -> None:
