@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from itertools import islice
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -52,11 +53,11 @@ def test_loss_and_gradient_are_those_of_the_students(
     labels = batch["labels"].clone()
     labels[1, 3:] = IGNORED
     logits = some_logits(batch, VOCAB + 3).requires_grad_()
-    loss = DistillationLoss(store, weight=weight, temperature=temperature)
-    found = loss(logits, labels, batch["teacher"])
+    loss = DistillationLoss(store, weight=0.9, temperature=temperature)
+    found = loss(logits, labels, batch["teacher"], weight=weight)
     expected = by_autograd(store, batch, logits, labels, weight=weight, temperature=temperature)
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
-    gradients = [torch.autograd.grad(value, logits)[0] for value in (found, expected)]
+    gradients = [torch.autograd.grad(3 * value, logits)[0] for value in (found, expected)]
     torch.testing.assert_close(*gradients, rtol=1e-4, atol=1e-7)
     assert not gradients[0][..., VOCAB:].any()
 
@@ -73,6 +74,7 @@ def test_the_teacher_itself_has_no_divergence(store: Path) -> None:
     expected = cross_entropy(other[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten())
     plain = DistillationLoss(store, weight=0.0)(other, batch["labels"], batch["teacher"])
     torch.testing.assert_close(plain, expected)
+    assert loss(other, torch.full_like(batch["labels"], IGNORED), batch["teacher"]) == 0, "where no token counts"
 
 
 def test_rows_come_once_an_epoch_in_an_order_of_the_seed(store: Path) -> None:
@@ -86,8 +88,10 @@ def test_rows_come_once_an_epoch_in_an_order_of_the_seed(store: Path) -> None:
     assert sorted(two) == sorted(2 * stored) and two[:10] != two[10:]
     assert two == rows(split="validation", epochs=2, with_teacher=False)
     assert two != rows(split="validation", epochs=2, seed=1)
-    labels = next(iter(store_rows(store)))["labels"]
+    example = next(iter(store_rows(store, with_teacher=False)))
+    labels = example.pop("labels")
     assert labels[0] == IGNORED and (labels[1:] != IGNORED).all()
+    assert example.keys() == {"input_ids", "attention_mask"} and example["attention_mask"].all()
 
 
 def test_what_cannot_be_is_refused(store: Path, tmp_path: Path) -> None:
@@ -97,12 +101,28 @@ def test_what_cannot_be_is_refused(store: Path, tmp_path: Path) -> None:
         (store, {"weight": 1.5}, ["share out of range", "1.5", "0 to 1"]),
         (store, {"weight": -0.1}, ["share out of range", "-0.1"]),
         (store, {"temperature": 0.0}, ["not a temperature", "above 0"]),
+        (store, {"temperature": float("nan")}, ["not a temperature"]),
     ):
         with pytest.raises(UsageError) as refused:
             DistillationLoss(place, **settings)
         assert all(word in str(refused.value) for word in words)
+    assert DistillationLoss(store).weight == 0.5
+    with pytest.raises(UsageError, match="nonsense"):
+        store_rows(store, "nonsense")
     with pytest.raises(UsageError, match="vocabulary is too small"):
         DistillationLoss(store)(some_logits(batch, VOCAB - 1), batch["labels"], batch["teacher"])
+
+
+def test_a_loss_is_as_large_in_several_processes() -> None:
+    """They average gradients of losses that were divided by the tokens of all."""
+    for average, number, expected in ((True, 5, 6.0), (True, None, 2.0), (False, 5, 2.0)):
+        own: Any = {"args": SimpleNamespace(average_tokens_across_devices=average), "get_tp_size": lambda: 2}
+        own |= {"accelerator": SimpleNamespace(num_processes=6), "distillation": lambda *_, **__: torch.tensor(2.0)}
+        inputs: Any = {"input_ids": torch.zeros(1, 3, dtype=torch.int64), "labels": None, "teacher": None}
+        loss = DistillationMixin.compute_loss(
+            SimpleNamespace(**own), language_model(), inputs, num_items_in_batch=number
+        )
+        assert loss == expected
 
 
 class Distilled(DistillationMixin, Trainer):

@@ -36,8 +36,9 @@ from trainer.importing import (
     student_from,
     with_ema,
 )
+from trainer.initial_weights import misfit
 from trainer.students.folder import open_model
-from trainer.students.registry import AR, BD3LM, Student
+from trainer.students.registry import AR, BD3LM, Student, StudentSettings
 
 State = dict[str, Any]
 EMBEDDING, ROTARY = "backbone.vocab_embed.embedding", "backbone.rotary_emb.inv_freq"
@@ -76,8 +77,8 @@ def test_logits_match(golden: Path, tmp_path: Path, name: str, weights: str) -> 
     other = "raw" if weights == "ema" else "ema"
     assert absolute(logits, expected[f"logits_{other}_weights"]) > 1e-2
     source = json.loads((tmp_path / "model" / "import.json").read_text())
-    assert source["weights"] == weights and source["sha256"] == sha256_file(words[0])
-    assert source["global_step"] == loaded(golden, name).get("global_step")
+    said = [source[key] for key in ("weights", "file", "sha256", "global_step")]
+    assert said == [weights, f"{name}.ckpt", sha256_file(words[0]), loaded(golden, name).get("global_step")]
     ends = student.config.vocab_size - 1  # of a tokenizer like GPT-2's
     assert (student.config.bos_token_id, student.config.eos_token_id) == (ends, ends)
     assert student.config.row_length == told["config"]["length"]
@@ -88,11 +89,14 @@ def test_logits_match(golden: Path, tmp_path: Path, name: str, weights: str) -> 
 def test_missing_and_unexpected_keys_are_listed(golden: Path) -> None:
     checkpoint, prefix = loaded(golden), "backbone._orig_mod."
     changed = ("blocks.0.extra", "critic.weight", "blocks.1.norm1.weight")
-    checkpoint["state_dict"] |= {prefix + changed[0]: torch.zeros(1), changed[1]: torch.zeros(1)}
+    checkpoint["state_dict"] |= {n: torch.zeros(1) for n in (prefix + changed[0], changed[1], "teacher_model.weight")}
     del checkpoint["state_dict"][prefix + changed[2]]
     with pytest.raises(GdistillError) as caught:
         student_from(checkpoint, ema=False)
-    assert all(name in str(caught.value) for name in changed)
+    assert all(name in str(caught.value) for name in changed) and "teacher" not in str(caught.value)
+    given, wanted = ({name: torch.zeros(size) for name in names} for names, size in (("ab", 2), ("acdef", 3)))
+    listed = "missing: c, d, e; unexpected: b; of another shape: a (2,), expected (3,)"
+    assert misfit(given, wanted) == listed and misfit(given, given) == ""
 
 
 def test_ema_of_another_model_is_refused(golden: Path) -> None:
@@ -136,10 +140,12 @@ def test_foreign_classes_are_read_but_never_run_and_plain_containers_come_back(g
     assert (read["order"], read["counts"]) == ({"a": 1}, {"a": 2})
     assert not fired.exists()
     assert isinstance(read["hyper_parameters"]["tokenizer"], Inert)
-    assert plain_config(read["hyper_parameters"]["config"])["model"] == {"length": 16, "dropout": 0.0}
+    assert plain_config((read["hyper_parameters"]["config"],)) == [{"model": {"length": 16, "dropout": 0.0}}]
     name, student = student_from(read)
     assert (name, student.config.row_length, student.settings.dropout) == ("mdlm", 16, 0.0)
-    assert student.clips == (1e-3, 1.0), "what the authors take where nothing is said"
+    settings, usual = student.settings, StudentSettings()
+    assert (settings.diffusion, settings.noise) == (usual.diffusion, usual.noise), "the authors' where nothing is said"
+    assert not student.training
 
 
 def test_a_file_that_is_not_there_and_a_folder_that_is_taken(tmp_path: Path, golden: Path) -> None:
@@ -169,15 +175,16 @@ def test_what_shapes_do_not_show_comes_from_the_config(golden: Path) -> None:
     name, student = student_from(checkpoint)
     settings = student.settings
     assert (name, settings.block_size, student.clips) == ("bd3lm", 4, (0.3, 0.8))
-    assert (settings.dropout, settings.noise.injection) == (0.25, "add")
+    assert (settings.dropout, settings.noise.injection, settings.diffusion.min_time) == (0.25, "add", 0.3)
     assert (settings.diffusion.schedule, settings.diffusion.loss_weighting) == ("cosine", "rate")
     assert settings.diffusion.time_conditioning and settings.conditioning == "gumbel"
 
 
 def test_references_in_the_config_are_followed(golden: Path) -> None:
-    config = {"model__length": "${row}", "row": 16, "block_size": "${model.length}"}
-    student = student_from(with_config(golden, "bd3lms-tiny", **config))[1]
-    assert (student.config.row_length, student.settings.block_size) == (16, 16)
+    """Among them whether it reads blocks, where its clips do not show it."""
+    config = {"model__length": "${row}", "row": 16, "block_size": "${model.length}", "algo__cross_attn": True}
+    name, student = student_from(with_config(golden, "mdlm-tiny", **config))
+    assert (name, student.config.row_length, student.settings.block_size) == ("bd3lm", 16, 16)
     assert student.settings.dropout == 0.1
 
 
@@ -213,7 +220,7 @@ def test_what_the_config_lacks_must_be_given(
 ) -> None:
     checkpoint, (option, value) = with_config(golden, name, **config), *missing.items()
     words = option.split("_")
-    with pytest.raises(UsageError, match=rf"{' '.join(words)}.*--{'-'.join(words)}"):
+    with pytest.raises(UsageError, match=rf"{' '.join(words)}.*got nothing.*--{'-'.join(words)}"):
         student_from(checkpoint)
     torch.save(checkpoint, tmp_path / "one.ckpt")
     line = ("import", tmp_path / "one.ckpt", tmp_path / "out", f"--{'-'.join(words)}", value)
@@ -308,7 +315,7 @@ ARCHIVES: dict[str, Callable[[Path], Any]] = {
     "pickles nested without end": with_pickle(b"\x80\x02" + b"(" * 10**5 + b"t" * 10**5 + b"."),
 }
 SAID = {"weights of another model": "DiT", "text": "zip archive", "the first half": "cannot read"}
-SAID |= {"a bomb": "uncompressed"}
+SAID |= {"a bomb": "uncompressed", "a billion blocks": "blocks are missing", "a reference to itself": "does not say"}
 
 
 @pytest.mark.parametrize("name", [*CHECKPOINTS, *ARCHIVES])
