@@ -144,6 +144,7 @@ def test_a_students_own_samples_get_their_agreement(models: Path, tmp_path: Path
     lost = sum(tie["margin"] <= 0 for tie in result["ties"])
     assert result["num_mismatches"] + result["num_agreeing"] + lost == result["num_positions"]
     assert len(result["mismatches"]) == 20 < result["num_mismatches"]
+    assert all(one["margin"] > -1e5 for one in result["mismatches"]), "the student's nucleus is not the teacher's"
 
 
 def test_what_cannot_be_certified_is_named(models: Path, tmp_path: Path, told: Told) -> None:
