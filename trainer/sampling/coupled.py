@@ -229,7 +229,7 @@ class VerifiedSampler(Sampler):
     ``accepted``.
 
     Attributes:
-        max_lookahead: Most tokens drafted at a time; 0 is the verifier alone.
+        max_lookahead: Most tokens drafted at a time; 0 is the verifier alone, None drafts to the row's end.
         tau: Temperature of the verifier, which is the scale of the noise that the student sees.
         draft: ``greedy`` takes the student's most probable tokens; ``gumbel`` adds tau xi to its
             log-probabilities first. None is ``greedy`` for a student that reads noise, else
@@ -270,9 +270,10 @@ class VerifiedSampler(Sampler):
         return self.load(student).weights_sha256
 
     def settled(self, student: Student) -> VerifiedSampler:
-        """The same sampler with ``draft`` written out."""
-        best: Draft = "greedy" if student.is_conditioned else "gumbel"
-        return replace(self, draft=(self.draft or best) if self.max_lookahead else None)
+        """The same sampler with look-ahead and ``draft`` written out."""
+        ahead = student.config.row_length if self.max_lookahead is None else self.max_lookahead
+        draft: Draft = self.draft or ("greedy" if student.is_conditioned else "gumbel")
+        return replace(self, draft=draft if ahead else None, max_lookahead=ahead)
 
     def check(self, student: Student, tokens: Int[Tensor, "b l"]) -> None:
         """See :class:`Sampler`; also a verifier that does not fit, and noise that was cut off."""
@@ -280,11 +281,9 @@ class VerifiedSampler(Sampler):
         check_tokens(student, tokens)
         self.stop.check(student, tokens)
         if has_gaps(student, tokens):
-            raise UsageError(
-                "given tokens stand behind positions to fill",
-                where="--infill",
-                remedy="a verifier reads from left to right: give a prompt, or infill with ancestral",
-            )
+            what = "given tokens stand behind positions to fill"
+            remedy = "a verifier reads from left to right: give a prompt, or infill with ancestral"
+            raise UsageError(what, where="--infill", remedy=remedy)
         one, size = tokens.new_zeros(1), student.config.vocab_size
         require_whole_noise(sampling_noise(0, one, 1, size, codec=student.codec))
         verifier.require_context(tokens.shape[1])

@@ -44,18 +44,21 @@ def tiny_gpt2() -> GPT2LMHeadModel:
     return model
 
 
-@pytest.mark.parametrize("lookahead", [0, 1, 3, 40])
+@pytest.mark.parametrize("lookahead", [0, 1, 3, None])
 @pytest.mark.parametrize("name", STUDENTS)
-def test_the_output_is_the_verifiers_own_decode(name: str, lookahead: int, verifier: str) -> None:
+def test_the_output_is_the_verifiers_own_decode(name: str, lookahead: int | None, verifier: str) -> None:
     student = tiny_student(**STUDENTS[name])
     tokens = prompts(student, LENGTH)
     for tau in (1.0, 0.6):
         sampler = CoupledSampler(verifier=verifier, max_lookahead=lookahead, tau=tau)
-        assert sampler.settled(student).draft == (("gumbel" if "plain" in name else "greedy") if lookahead else None)
+        draft, ahead = "gumbel" if "plain" in name else "greedy", LENGTH if lookahead is None else lookahead
+        settled = sampler.settled(student)
+        assert (settled.draft, settled.max_lookahead) == (draft if ahead else None, ahead)
         result = check.alone_as_together(student, sampler, tokens)
         assert torch.equal(result.tokens, own_decode(tiny_llama(), tokens, IDS, VOCAB, tau)[0])
         check.every_pass_gains(result, (tokens == VOCAB).sum(dim=1))
         assert (result.nfe <= result.details["verifier_nfe"]).all()
+        assert result.details["drafted"].shape[1] == ahead and bool(result.details["drafted"].any()) == (ahead > 0)
         if lookahead == 0:
             assert not result.nfe.any() and not result.details["accepted"].any()
 
