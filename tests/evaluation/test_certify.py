@@ -143,6 +143,7 @@ def test_a_students_own_samples_get_their_agreement(models: Path, tmp_path: Path
     assert 0 < result["agreement"] < 0.6 and result["tau"] == 0.9
     lost = sum(tie["margin"] <= 0 for tie in result["ties"])
     assert result["num_mismatches"] + result["num_agreeing"] + lost == result["num_positions"]
+    assert result["smallest_margin"] > 0, "of those that agree"
     assert len(result["mismatches"]) == 20 < result["num_mismatches"]
     assert all(one["margin"] > -1e5 for one in result["mismatches"]), "the student's nucleus is not the teacher's"
 
