@@ -96,7 +96,7 @@ def run_benchmark(
     in_memory = in_turn(
         lambda: dense_pass(xi, conditioner.weight, upstream), lambda: tiled_pass(conditioner, noise, upstream)
     )
-    del arrivals, xi, noise
+    arrivals = xi = noise = None  # frees their memory
     from_keys = in_turn(
         lambda: dense_pass(-dense_arrivals(keyed).log(), conditioner.weight, upstream),
         lambda: tiled_pass(conditioner, keyed, upstream),
