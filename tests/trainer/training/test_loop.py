@@ -78,7 +78,10 @@ def test_validation_repeats_itself_and_leaves_training_alone(store: Path, tmp_pa
     where only they are asked."""
     trainer, validator = trainer_of(store, tmp_path / "run")
     before = {name: p.detach().clone() for name, p in trainer.student.named_parameters()}
+    clips: list[Any] = []
+    trainer.module.register_forward_pre_hook(lambda _, given: clips.append(given[1]))
     first, again = (validator.score(trainer.module, trainer.student) for _ in range(2))
+    assert {*clips} == {FULL}
     assert first == again and first["num_tokens"] == 10 * (LENGTH - 1)
     assert first["nll_nats"] == pytest.approx(math.log(VOCAB), rel=0.5)  # uniform at the start
     assert first["perplexity"] == pytest.approx(math.exp(first["nll_nats"]))
