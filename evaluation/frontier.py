@@ -181,13 +181,13 @@ def _nearest_table(points: Sequence[Point], ranking: str, floor: Estimate, num: 
         perplexity = "-" if point.perplexity is None else f"{point.perplexity:.1f}"
         shown = (f"{point.described[name]:.3g}" for name in described.values())
         distance = str(point.distance)
-        rows.append((model, f"{passes:g}", seconds, distance, perplexity, *shown, point.setting))
+        rows.append((model, f"{round(passes, 1):g}", seconds, distance, perplexity, *shown, point.setting))
     rows.append(("the text itself", "-", "-", str(floor), *["-"] * (2 + len(described))))
     header = ("model", "passes", "CPU s", ranking, "perplexity", *described, "sampled")
     note = (
-        f"Passes and CPU s per sequence. Distance from {num} held-out rows [95% jackknife interval "
-        "over samples]; settings chosen on the other half of the samples. Beginnings: share that "
-        "no other sample has. 16-grams: share found in the training rows."
+        "Passes (a verifier's, where one reads all drafts) and CPU s per sequence. Distance from "
+        f"{num} held-out rows [95% jackknife interval over samples]; settings chosen on the other half of the "
+        "samples. Beginnings: share that no other sample has. 16-grams: share found in the training rows."
     )
     return Table("Nearest the text", header, tuple(rows), notes=(note,))
 
@@ -206,11 +206,11 @@ def _figure(points: Sequence[Point], floor: Estimate, ranking: str, path: Path) 
                 places = [(point.distance.value, point.perplexity or 1.0) for point in own]
                 axes.plot(*zip(*places, strict=True), alpha=0.35, **{**style, "ls": ""})
                 axes.plot(*zip(*pareto(places), strict=True), **style)
-        what, ticks = f"{ranking.replace('_', ' ')} from the text", sorted({point.passes for point in points})
+        what = f"{ranking.replace('_', ' ')} from the text"
         left.axhline(floor.value, color=TEACHER, ls=":", label="the text itself")
         left.set_xscale("log", base=2)
         left.set(xlabel="forward passes per sequence", ylabel=what)
-        left.set_xticks(ticks, [f"{passes:g}" for passes in ticks])
+        left.xaxis.set_major_formatter("{x:g}")
         for axes in right:
             axes.axvline(floor.value, color=TEACHER, ls=":")
             axes.set(xlabel=what, ylabel="generative perplexity", yscale="log")

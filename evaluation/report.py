@@ -197,7 +197,9 @@ def _score_table(scored: Scored) -> Table:
     for number, score in enumerate(own[0]):
         header += [score.name, *BESIDE.get(score.name, {}).values()]
         notes += _settings_notes(score.name, scored, [scores[number] for scores in own])
-    notes.append("Passes and CPU s: forward passes and processor seconds per sequence.")
+    notes.append(
+        "Passes (of the verifier, where there is one) and CPU s: forward passes and processor seconds per sequence."
+    )
     rows = []
     for (samples, _), scores in zip(scored, own, strict=True):
         seconds = samples.processor_seconds_mean

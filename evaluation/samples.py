@@ -312,8 +312,8 @@ class SampleSet:
 
     @property
     def nfe_mean(self) -> float | None:
-        """Mean number of forward passes; None unless every sample says its own."""
-        return _mean(self.nfe)
+        """Mean forward passes, the verifier's where one reads all drafts; None unless every sample says its own."""
+        return _mean(self.nfe if self.verifications is None else [found.passes for found in self.verifications])
 
     def require_texts(self) -> list[str]:
         """The texts, for scores that read text.

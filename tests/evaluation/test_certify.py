@@ -200,7 +200,7 @@ def test_medusa_samples_are_certified_by_their_backbone(store: Path, tmp_path: P
     scores = [score.to_json() for scorer in make_scorers(sets)[0] for score in scorer(sets[0])]
     (score,) = (one for one in scores if "pass" in one["name"])
     passes = sum(record["verifier_nfe"] for record in records)
-    assert score["value"] == pytest.approx(6 * 23 / passes)
+    assert score["value"] == pytest.approx(6 * 23 / passes) and sets[0].nfe_mean == passes / 6
     assert not any(score["details"]["conditional_acceptance_95"]), "six samples are too few"
     sets.append(read_samples(write_lines(tmp_path / "plain.jsonl", {"tokens": [1, 2]})))
     assert len(make_scorers(sets)[0]) == 1, "entropy alone, where not all files have passes of a teacher"
