@@ -297,7 +297,8 @@ class SampleRun:
                 common[name] = round(seconds / len(batch), 6)
             file.append(self._record(result, *place) | common for place in enumerate(batch))
             bar.advance(sum(len(self._filled(index)) for index in batch))
-            bar.note(f"{settings['sampler']}, {result.nfe.float().mean():.1f} NFE")
+            passes = result.details["verifier_nfe"] if "reached" in result.details else result.nfe
+            bar.note(f"{settings['sampler']}, {passes.float().mean():.1f} NFE")
 
     def _batches(self, indices: Sequence[int]) -> Iterator[list[int]]:
         """Samples of one row length, as many at a time as are asked for and a GPU's kernels can index."""

@@ -271,7 +271,6 @@ class TreeRows(VerifiedRows):
         # The last token is never drafted: the backbone's own comes as well.
         depths = [min(ahead, length - 1 - place) for place in first.tolist()]
         if any(depths):
-            self.num_drafts[self.active] += torch.tensor(depths, device=first.device) > 0
             self.trees = self.grow(first, depths) if self.ngrams is None else self.count(first, depths)
         places = Places(self.active, first)
         return Pass(self.active, places, places)
@@ -315,6 +314,7 @@ class TreeRows(VerifiedRows):
         rows, column = torch.arange(len(trees), device=first.device), first - self.origin
         floor, slots = sampler.floor, [{0: 0} for _ in trees]
         for distance in range(max(depths)):
+            self.num_drafts[self.active] += torch.tensor([bool(tree.tips) for tree in trees], device=first.device)
             if distance:
                 logits = self.step(slots, first + (distance - 1), known)
             race = self.kept(logits)

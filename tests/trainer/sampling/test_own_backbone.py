@@ -260,6 +260,7 @@ def test_a_perfect_drafter_is_followed_to_the_end(tmp_path: Path, monkeypatch: p
         assert torch.equal(result.tokens[0], truth[row])
         assert int(result.details["verifier_nfe"]) == 1 + -(-(num_open - 1) // 4)
         assert torch.equal(result.details["reached"], result.details["accepted"])
+        assert torch.equal(result.nfe, result.details["drafted"].sum(dim=1)), "a step of the drafter each"
 
 
 def test_heads_are_shown_the_noise_of_the_tokens_they_propose(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
