@@ -50,11 +50,9 @@ def uniform_rates(arrivals: Float[Tensor, "*s"], tau: float) -> Float[Tensor, "*
 
 def gaussian_rates(arrivals: Float[Tensor, "*s"], tau: float) -> Float[Tensor, "*s"]:
     """exp(tau z) with z = Phi^-1(exp(-F)): standard normal a priori; both tails keep their precision."""
-    tiny = torch.finfo(torch.float32).tiny
-    lower = torch.special.ndtri(torch.exp(-arrivals).clamp_min(tiny))
-    upper = -torch.special.ndtri(-torch.expm1(-arrivals.clamp_min(tiny)))
-    rates = torch.exp(tau * torch.where(arrivals > math.log(2.0), lower, upper))
-    return torch.where(torch.isinf(arrivals), torch.zeros_like(rates), rates)
+    lower = torch.special.ndtri(torch.exp(-arrivals))
+    upper = -torch.special.ndtri(-torch.expm1(-arrivals))
+    return torch.exp(tau * torch.where(arrivals > math.log(2.0), lower, upper))
 
 
 RATES: dict[str, Callable[[Tensor, float], Tensor]] = {
@@ -173,22 +171,18 @@ class TiledProjection(torch.autograd.Function):
     def backward(ctx: Any, grad: Float[Tensor, "n d"]) -> tuple[None, None, Float[Tensor, "v d"], None]:
         (totals,) = ctx.saved_tensors
         scaled = (grad.float() / totals).to(ctx.dtype)
-        blank = torch.empty if ctx.parts else torch.zeros
-        grad_weight = blank(ctx.weight_shape, device=grad.device)
+        grad_weight = torch.zeros(ctx.weight_shape, device=grad.device)
         with torch.autocast(grad.device.type, enabled=False):
             for tile in ctx.tiles:
                 for rows, part in ctx.parts:
                     rates = ctx.weighting.tile(part, tile).to(ctx.dtype)
-                    add_product(grad_weight[tile], rates.T, scaled[rows], first=rows.start == 0)
+                    add_product(grad_weight[tile], rates.T, scaled[rows])
         return None, None, grad_weight.to(ctx.weight_dtype), None
 
 
-def add_product(total: Tensor, left: Tensor, right: Tensor, *, first: bool = False) -> None:
-    """total += left @ right in place, in total's precision; ``first`` overwrites, which spares a zero-fill."""
-    if left.dtype != total.dtype:
-        product = left @ right
-        total.copy_(product) if first else total.add_(product)
-    elif first:
-        torch.mm(left, right, out=total)
-    else:
+def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """total += left @ right in place, in total's precision."""
+    if left.dtype == total.dtype:
         total.addmm_(left, right)
+    else:
+        total.add_(left @ right)

@@ -93,14 +93,11 @@ class TokenNoise(Noise):
         return arrivals_from_gumbel(self.token_gumbels)
 
     def tile(self, start: int, stop: int) -> Tile:
-        stop = min(stop, self.vocab_size)
-        others = self.other_arrivals(start, stop)
-        return place_tokens(others, self.tokens, self.own_arrivals, start, stop)
+        return place_tokens(self.other_arrivals(start, stop), self.tokens, self.own_arrivals, start, stop)
 
     def gumbels(self, start: int = 0, stop: int | None = None) -> Tile:
-        stop = self.vocab_size if stop is None else min(stop, self.vocab_size)
-        others = self.other_gumbels(start, stop)
-        return place_tokens(others, self.tokens, self.token_gumbels, start, stop)
+        stop = self.vocab_size if stop is None else stop
+        return place_tokens(self.other_gumbels(start, stop), self.tokens, self.token_gumbels, start, stop)
 
 
 @dataclass(frozen=True)
@@ -119,7 +116,7 @@ class KeyedPrior(Noise):
         return self.keys.positions.device
 
     def tile(self, start: int, stop: int) -> Tile:
-        return self.keys.exponentials(start, min(stop, self.vocab_size))
+        return self.keys.exponentials(start, stop)
 
     def redrawn(self, draw: int) -> KeyedPrior:
         """The ``draw``-th draw after this one, of the same positions."""

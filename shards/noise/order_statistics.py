@@ -57,14 +57,14 @@ class SparseNoise(Noise):
         return self.ids.device
 
     def tile(self, start: int, stop: int) -> Float[Tensor, "n tile"]:
-        width = min(stop, self.vocab_size) - start
+        width = stop - start
         padded = torch.full((self.num_positions, width + 1), torch.inf, device=self.device)
         inside = (self.ids >= start) & (self.ids < start + width)
         columns = torch.where(inside, self.ids - start, width)
         return padded.scatter_(1, columns, self.arrivals)[:, :width]
 
     def gumbels(self, start: int = 0, stop: int | None = None) -> Float[Tensor, "n tile"]:
-        stop = self.vocab_size if stop is None else min(stop, self.vocab_size)
+        stop = self.vocab_size if stop is None else stop
         others = super().gumbels(start, stop)
         return others if self.own is None else place_tokens(others, *self.own, start, stop)
 

@@ -50,8 +50,7 @@ class WeightedNLL(torch.autograd.Function):
         narrow, narrow_bias = padded_head(weight, bias, dtype)
         gradients: tuple[Tensor, ...] = ()
         if any(ctx.needs_input_grad[:3]):
-            blank = torch.empty if len(features) else torch.zeros
-            head = blank(narrow.shape, device=device), torch.zeros(len(narrow), device=device)
+            head = torch.zeros(narrow.shape, device=device), torch.zeros(len(narrow), device=device)
             gradients = torch.empty(features.shape, device=device), *head
         width = even_width(len(targets), chunk_rows(device, len(narrow), distillation is not None))
         with torch.autocast(device.type, enabled=False):
@@ -74,7 +73,7 @@ class WeightedNLL(torch.autograd.Function):
                     gradients[2].add_(slope.sum(dim=0))
                     slope = slope.to(dtype)
                     gradients[0][rows] = slope @ narrow
-                    add_product(gradients[1], slope.T, inputs, first=start == 0)
+                    add_product(gradients[1], slope.T, inputs)
         # The padding's gradients stay here.
         ctx.save_for_backward(*gradients[:1], *(gradient[:size] for gradient in gradients[1:]))
         ctx.dtypes = features.dtype, weight.dtype, bias.dtype
