@@ -54,10 +54,7 @@ class PretrainedFiles:
     @cached_property
     def text_config(self) -> PreTrainedConfig:
         """The part of the configuration that is about text; a model of several kinds nests it."""
-        try:
-            return self.config.get_text_config(decoder=True)
-        except ValueError as error:  # several candidates
-            raise self._no_language_model(first_line(error)) from error
+        return self.config.get_text_config(decoder=True)
 
     @property
     def context_length(self) -> int | None:
@@ -78,12 +75,10 @@ class PretrainedFiles:
     def _size(self, field: str) -> int:
         value = getattr(self.text_config, field, None)
         if not isinstance(value, int):
-            raise self._no_language_model(f"a {self.config.model_type} without {field}")
+            what, where = f"the {self.role} is no language model", self.folder / "config.json"
+            got = f"a {self.config.model_type} without {field}"
+            raise UsageError(what, where=where, got=got, expected=A_MODEL)
         return value
-
-    def _no_language_model(self, got: str) -> UsageError:
-        what, where = f"the {self.role} is no language model", self.folder / "config.json"
-        return UsageError(what, where=where, got=got, expected=A_MODEL)
 
     @property
     def weight_files(self) -> list[Path]:
@@ -200,7 +195,7 @@ def find_pretrained(
         raise UsageError(what, where=location, got=got, expected=expected)
     try:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except Exception as error:  # transformers lets errors of many libraries through
         what, where = f"cannot read the {role}'s configuration", folder / "config.json"
         got, expected = first_line(error), "a model type that transformers knows"
         raise UsageError(what, where=where, got=got, expected=expected) from error
