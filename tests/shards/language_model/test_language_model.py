@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import gc
 import json
+import math
+import sys
 import weakref
 from collections.abc import Callable, Iterator
 from itertools import product
@@ -55,7 +57,8 @@ def save_without_a_tensor(folder: Path) -> Path:
     """The library would draw it at random, and the model would score all the same."""
     weights = save_teacher(folder) / "model.safetensors"
     tensors = load_file(weights)
-    tensors.pop("transformer.h.1.mlp.c_fc.weight")
+    for name in ("weight", "bias"):
+        tensors.pop(f"transformer.h.1.mlp.c_fc.{name}")
     save_file(tensors, weights, metadata={"format": "pt"})
     return folder
 
@@ -86,13 +89,20 @@ def save_nonsense(folder: Path) -> Path:
     return folder
 
 
-def save_with_code(folder: Path) -> Path:
+def save_bad_sizes(folder: Path) -> Path:
+    (save_nothing(folder) / "config.json").write_text('{"model_type": "gpt2", "vocab_size": "many"}')
+    return folder
+
+
+def save_with_code(folder: Path, model_type: str = "own-kind") -> Path:
     """Code that would leave a file beside the folder."""
-    code = f"open({str(folder.parent / 'ran')!r}, 'w').close()\nclass Own: ...\n"
+    code = f"open({str(folder.parent / 'ran')!r}, 'w').close()\nimport transformers\n"
+    code += "class OwnConfig(transformers.GPT2Config):\n    model_type = 'own-kind'\n"
+    code += "class Own(transformers.GPT2LMHeadModel):\n    config_class = OwnConfig\n"
     (save_teacher(folder) / "modeling_own.py").write_text(code)
-    own = dict.fromkeys(("AutoConfig", "AutoModelForCausalLM"), "modeling_own.Own")
+    own = {"AutoConfig": "modeling_own.OwnConfig", "AutoModelForCausalLM": "modeling_own.Own"}
     config = json.loads((folder / "config.json").read_text())
-    changed = {**config, "model_type": "own-kind", "auto_map": own}
+    changed = {**config, "model_type": model_type, "auto_map": own}
     (folder / "config.json").write_text(json.dumps(changed))
     return folder
 
@@ -102,10 +112,11 @@ def save_with_code(folder: Path) -> Path:
     ("save", "error", "words"),
     [
         (save_bert, UsageError, r"the ROLE is not causal.*is_decoder"),
-        (save_without_a_tensor, GdistillError, r"the ROLE's weights are incomplete.*mlp\.c_fc"),
+        (save_without_a_tensor, GdistillError, r"the ROLE's weights are incomplete.*mlp\.c_fc\.bias and 1 more"),
         (save_without_weights, UsageError, "the ROLE has no weights"),
         (save_with_code, UsageError, "cannot read the ROLE's configuration"),
         (save_nonsense, UsageError, "cannot read the ROLE's configuration"),
+        (save_bad_sizes, UsageError, r"cannot read the ROLE's configuration.*config\.json.*vocab_size"),
         (save_half_the_weights, GdistillError, "cannot load the ROLE"),
         (save_damaged_index, GdistillError, "damaged weight index"),
         (save_nothing, UsageError, r"without config\.json"),
@@ -119,6 +130,16 @@ def test_what_is_no_whole_causal_model_is_refused(
     with pytest.raises(error, match=words.replace("ROLE", role)):
         LOADERS[role](folder)
     assert not (tmp_path / "ran").exists()
+
+
+def test_code_beside_a_model_runs_where_the_user_asked_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    folder = save_with_code(tmp_path / "model", "gpt2")
+    for trusted, name in ((False, "GPT2LMHeadModel"), (True, "Own")):
+        files = loading.find_pretrained(folder, trust_remote_code=trusted)
+        assert type(loading.load_causal_model(files).network).__name__ == name
+        assert (tmp_path / "ran").exists() == trusted
 
 
 def test_look_ahead_shows_in_half_precision(tmp_path: Path) -> None:
@@ -153,7 +174,8 @@ def test_of_the_hub_the_revision_and_the_files_that_were_asked_for(
     folder, asked = save_without_weights(tmp_path), []
 
     def snapshot(*name: str, allow_patterns: list[str], **options: Any) -> str:
-        asked.append((*name, options, allow_patterns[len(loading.SMALL_FILES) :]))
+        asked.append((*name, options, allow_patterns[5:]))
+        assert allow_patterns[:5] == ["*.json", "*.txt", "*.model", "*.py", "*.jinja"]
         return str(folder)
 
     monkeypatch.setattr(loading, "snapshot_download", snapshot)
@@ -168,6 +190,13 @@ def test_of_the_hub_the_revision_and_the_files_that_were_asked_for(
     assert loading.find_pretrained(here).folder == tmp_path and loading.find_tokenizer(here)
     with pytest.raises(UsageError, match=r"no revisions \[teacher\.revision\]"):
         loading.find_pretrained(here, revision="v2")
+    monkeypatch.chdir(tmp_path)
+    assert loading.find_pretrained(".").name == tmp_path.name
+    monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", lambda place, **options: options)
+    for local in ({}, {"local_files_only": False}):
+        assert loading.find_tokenizer("me/model", **local) == {
+            "local_files_only": True, "trust_remote_code": False, **local
+        }  # fmt: skip
     written = {"me/model": False, "a/b/c": True, "./model": True, "~": True}
     assert {place: loading.looks_local(place) for place in written} == written
 
@@ -179,22 +208,56 @@ class TwiceTheHead(nn.Linear):
         return 2 * super().forward(input)
 
 
-def test_logits_that_would_be_rounded_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder, library = save_teacher(tmp_path), transformers.AutoModelForCausalLM
+def changing(monkeypatch: pytest.MonkeyPatch, change: Callable[[Any], None]) -> None:
+    """Every model that the library loads from here on is changed so."""
+    library = transformers.AutoModelForCausalLM
     load = library.from_pretrained
 
-    def with_own_head(*arguments: Any, **options: Any) -> Any:
+    def changed(*arguments: Any, **options: Any) -> Any:
         network, report = load(*arguments, **options)
+        change(network)
+        return network, report
+
+    monkeypatch.setattr(library, "from_pretrained", changed)
+
+
+def test_logits_that_would_be_rounded_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def with_own_head(network: Any) -> None:
         weight = network.lm_head.weight
         network.lm_head = TwiceTheHead(*weight.T.shape, bias=False, dtype=weight.dtype)
         network.lm_head.weight = weight
-        return network, report
 
-    monkeypatch.setattr(library, "from_pretrained", with_own_head)
+    folder = save_teacher(tmp_path)
+    changing(monkeypatch, with_own_head)
     with pytest.raises(UsageError, match=r"no float32 logits.*bfloat16.*use --dtype float32"):
         Teacher.load(folder, "bfloat16", "cpu")
     loaded = Teacher.load(folder, "float32", "cpu")
     assert loaded.head is None and loaded.log_probs(torch.tensor([[0, 3]])).dtype == torch.float32
+
+
+@pytest.mark.parametrize(
+    ("told", "words"),
+    [
+        (None, r"no float32 logits.*got logits rounded to torch\.bfloat16"),
+        (torch.OutOfMemoryError("no room"), "^no room"),
+        (RuntimeError("an own error"), "teacher cannot score a row.*got an own error"),
+    ],
+)
+def test_what_a_models_own_code_does_to_its_logits_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, told: Exception | None, words: str
+) -> None:
+    def changed(network: Any) -> None:
+        def forward(**given: Any) -> Any:
+            if told is not None:
+                raise told
+            return SimpleNamespace(logits=own(**given).logits.bfloat16())
+
+        own, network.forward = network.forward, forward
+
+    folder = save_teacher(tmp_path)
+    changing(monkeypatch, changed)
+    with pytest.raises((GdistillError, torch.OutOfMemoryError), match=words):
+        Teacher.load(folder, "bfloat16", "cpu")
 
 
 SIZES = {"vocab_size": VOCAB_SIZE, "hidden_size": 16}
@@ -225,7 +288,8 @@ def test_the_context_is_found_under_any_name_and_in_nested_configurations(tmp_pa
     nested = {"max_position_embeddings": 77, "hidden_size": 8, "vocab_size": 9}
     files = files_with(transformers.Gemma3Config(text_config=nested))
     assert (files.context_length, files.hidden_size, files.num_logits) == (77, 8, 9)
-    assert files_with(BloomConfig(seq_length=55)).context_length == 55
+    for name in ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "n_ctx"):
+        assert files_with(transformers.PreTrainedConfig(**{name: 55})).context_length == 55
     with pytest.raises(UsageError, match=r"no language model.*vit without vocab_size"):
         _ = files_with(transformers.ViTConfig()).num_logits
     for unlimited in (MambaConfig(), MambaConfig(max_position_embeddings=-1)):
@@ -237,7 +301,7 @@ def test_a_configuration_is_told_by_what_it_computes() -> None:
     """A teacher of another configuration is another teacher, whatever its weights."""
     config = GPT2Config(n_layer=1, n_head=2, n_embd=8, vocab_size=11).to_dict()
     first = files_with(GPT2Config(**config)).config_sha256
-    for change in ({"layer_norm_epsilon": 1e-3}, {"activation_function": "relu"}, {"n_head": 4}):
+    for change in ({"layer_norm_epsilon": 1e-3}, {"layer_norm_epsilon": math.inf}, {"n_head": 4}):
         assert files_with(GPT2Config(**{**config, **change})).config_sha256 != first
     saved = {"dtype": "bfloat16"}, {"_name_or_path": "elsewhere"}, {"transformers_version": "0"}
     for change in ({}, *saved):
@@ -268,8 +332,10 @@ def test_weights_are_told_by_name_type_shape_and_bytes_in_whatever_files(tmp_pat
 def test_pickled_weights_are_told_by_all_their_files_and_safetensors_come_first(tmp_path: Path) -> None:
     files = [loading.PretrainedFiles("a", tmp_path, GPT2Config()) for _ in range(2)]
     (tmp_path / "pytorch_model.bin.index.json").write_text('{"weight_map": {"x": "1.bin", "y": "2.bin"}}')
-    for name in ("1.bin", "2.bin"):
-        (tmp_path / name).write_bytes(b"x")
+    (tmp_path / "1.bin").write_bytes(b"x")
+    with pytest.raises(GdistillError, match=r"a file of the teacher's weights is missing .*2\.bin"):
+        _ = files[0].weight_files
+    (tmp_path / "2.bin").write_bytes(b"x")
     first = files[0].weights_sha256
     (tmp_path / "2.bin").write_bytes(b"y")
     assert files[1].weights_sha256 != first and not files[1].has_safetensors
@@ -291,10 +357,13 @@ def test_the_librarys_bars_are_hidden_and_as_before_afterwards(monkeypatch: pyte
 def test_a_device_map_computes_the_same(tmp_path: Path, device_map: str) -> None:
     if torch.cuda.is_available() and device_map == "auto":
         device_map = "cpu"  # kernels of another device round differently
-    config = GPT2Config(n_layer=2, n_head=2, n_embd=8, vocab_size=11)
+    config = GPT2Config(n_layer=2, n_head=2, n_embd=8, n_positions=5, vocab_size=11)
     GPT2LMHeadModel(config).save_pretrained(tmp_path)
     files, rows = loading.find_pretrained(tmp_path), torch.arange(10).view(2, 5)
     models = [loading.load_causal_model(files, device_map=where) for where in (None, device_map)]
+    for model in models:
+        frozen = not any(parameter.requires_grad for parameter in model.network.parameters())
+        assert frozen and not model.network.training and model.head is None
     plain, mapped = (model.network(rows).logits for model in models)
     torch.testing.assert_close(plain, mapped, rtol=0, atol=1e-5)
     with pytest.raises(UsageError, match=r"teacher cannot be spread like this \[device_map\]; got elsewhere"):
@@ -310,7 +379,7 @@ def no_collector() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("no_collector")
-def test_a_retry_finds_the_memory_of_the_attempts_that_failed() -> None:
+def test_a_retry_finds_the_memory_of_the_attempts_that_failed(capsys: pytest.CaptureFixture[str]) -> None:
     attempts: list[weakref.ref[torch.Tensor]] = []
     done: list[int] = []
 
@@ -326,6 +395,7 @@ def test_a_retry_finds_the_memory_of_the_attempts_that_failed() -> None:
     in_batches(work, 11, size)
     assert done == list(range(11))
     assert len(attempts) == 3 + 11, "tried with 8, 4 and 2 rows once each, then with one"
+    assert "out of memory: batches of 4 rows from here on" in capsys.readouterr().err
     in_batches(work, 2, size)
     assert size.rows == 1 and len(attempts) == 3 + 11 + 2, "what was found is remembered"
 
@@ -335,6 +405,7 @@ def test_a_retry_finds_the_memory_of_the_attempts_that_failed() -> None:
     [
         (torch.OutOfMemoryError("CUDA out of memory."), r"batch of one row; got \w+.*; use shorter rows", [4, 2, 1]),
         (MemoryError(), "batch of one row", [4, 2, 1]),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory"), "batch of one row; got .*Allocator", [4, 2, 1]),
         (ValueError("not about memory"), "not about memory", [4]),
     ],
 )
@@ -392,13 +463,13 @@ def test_rows_of_the_probe_differ_in_their_last_token_alone() -> None:
     for vocab_size, length in ((50257, 8), (23, 8), (6, 8), (2, 2), (3, 1)):
         rows = loading.probe_rows(vocab_size, length)
         assert torch.equal(rows[0], rows[1]) and (rows[:, :-1] == rows[0, :-1]).all()
-        assert (rows[2:, -1] != rows[0, -1]).any()
+        assert (rows[2:, -1] != rows[0, -1]).sum() >= 2
         assert rows.min() >= 0 and rows.max() < vocab_size
 
 
 def test_what_moves_equal_rows_too_is_no_look_ahead() -> None:
     logits = torch.randn(1, 8, 50, generator=torch.Generator().manual_seed(0)).repeat(5, 1, 1)
-    assert loading.look_ahead(logits, 1e-4) is None
+    assert loading.look_ahead(logits, 1e-4) is None and loading.look_ahead(logits[:, :1], 1e-4) is None
     leaking = logits.clone()
     leaking[3, 2] += 0.01 * torch.arange(50) / 50
     assert loading.look_ahead(leaking, 1e-4) == pytest.approx(0.0058, rel=0.2)
