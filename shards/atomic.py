@@ -64,12 +64,11 @@ def write_bytes_atomic(path: Path, data: bytes) -> None:
 
 
 def open_itself(path: Path | str, flags: int) -> int:
-    """A descriptor of the regular file at ``path``, an ``opener`` of :func:`open`: nothing is followed or emptied.
+    """A descriptor of the regular file at ``path``, an ``opener`` of :func:`open`: no link is followed.
 
     OSError for all else: a folder from elsewhere may hold a link under a file's name, or a pipe that nobody reads.
     """
-    safe = flags & ~os.O_TRUNC | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-    descriptor = os.open(path, safe, 0o666)
+    descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
     if stat.S_ISREG(os.fstat(descriptor).st_mode):
         return descriptor
     os.close(descriptor)
@@ -257,7 +256,6 @@ def exclusive(directory: Path) -> Iterator[None]:
     """
     with ExitStack() as stack:
         try:
-            directory.mkdir(parents=True, exist_ok=True)
             mine = stack.enter_context(file_claim(directory / LOCK_FILE, wait=False))
             if not mine:  # who only asks whether it is held (is_held) holds it for an instant
                 time.sleep(0.1)

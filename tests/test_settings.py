@@ -18,8 +18,8 @@ import typer
 from pipeline.cli import SETTINGS as EXTRACT
 from shards.codec.protocol import CODECS
 from shards.console import INTERRUPTED, command_app, run_command
-from shards.errors import UsageError
-from shards.settings import check_bounds, derive_seed, flatten, read_toml, resolve, setting, to_mapping
+from shards.errors import IntegrityError, UsageError
+from shards.settings import check_bounds, derive_seed, flatten, generator, read_toml, resolve, setting, to_mapping
 from shards.settings_table import Section, setting_lines, settings_app, table_lines
 from tests.commands import python
 from trainer.cli import SETTINGS as TRAIN
@@ -32,7 +32,7 @@ SECTIONS = [*EXTRACT, *TRAIN, *SAMPLE]
 @dataclass(frozen=True)
 class Inner:
     share: float = setting(0.5, "A share.", within="(0, 1]")
-    rows: int | None = setting(None, within="[1, inf)")
+    rows: int | None = setting(None, within="[1, 9)")
 
     def __post_init__(self) -> None:
         check_bounds(self, "inner")
@@ -64,7 +64,7 @@ def test_one_declaration_is_the_table() -> None:
         "top.sizes": ["top.sizes = [1, 2]    (list of int)"],
         "top.on": ["top.on = false    (bool)"],
         "top.inner.share": ["top.inner.share = 0.5    (float in (0, 1])", "    A share."],
-        "top.inner.rows": ["top.inner.rows = none    (int | none in [1, inf))"],
+        "top.inner.rows": ["top.inner.rows = none    (int | none in [1, 9))"],
     }
 
 
@@ -74,7 +74,7 @@ def test_one_declaration_is_the_table() -> None:
         ("inner.share=0", r"out of range \[inner.share\].*0.0.*in \(0, 1\]"),
         ("inner.shore=1", "did you mean 'share'"),
         ("name=c", r"unknown value \[name\].*one of"),
-        *((f"inner.{o}", "out of range") for o in ("share=1.5", "share=nan", "rows=0")),
+        *((f"inner.{o}", "out of range") for o in ("share=1.5", "share=nan", "rows=0", "rows=9")),
         ("zzzz=1", "known keys: .*'sizes'"),
         *((o, "wrong type") for o in ("inner.rows=2.5", "inner.rows=true", "inner.share=true")),
         *((o, "wrong type") for o in ("sizes=3", "inner=3")),
@@ -88,9 +88,9 @@ def test_a_bad_value_is_one_line(override: str, message: str) -> None:
 
 
 def test_values_are_read_as_toml_and_later_ones_win() -> None:
-    words = ["inner.share=1", "sizes=[3]", "place=a/b", "other=b c"]
-    made = resolve(Outer, {"name": "a", "inner": {"rows": 4}}, {"name": "b"}, overrides=words)
-    assert made == Outer("b", "b c", "a/b", (3,), False, Inner(1.0, 4))
+    words = ["inner.share=1", " sizes = [3]", "place=a/b", "other=b = c"]
+    made = resolve(Outer, {"name": "a", "inner": {"rows": 1}}, {"name": "b"}, overrides=words)
+    assert made == Outer("b", "b = c", "a/b", (3,), False, Inner(1.0, 1))
     plain = json.loads(json.dumps(to_mapping(made)))
     assert resolve(Outer, plain) == made
     assert resolve(Outer, plain, overrides=["inner.rows=none"]).inner == Inner(1.0)
@@ -102,6 +102,8 @@ def test_values_are_read_as_toml_and_later_ones_win() -> None:
 def test_a_seed_knows_where_its_parts_end_and_of_what_type_they_are() -> None:
     parts: list[tuple[int | str, ...]] = [("a", "bc"), ("ab", "c"), ("abc",), ("1",), (1,), ("1", "int:1"), (1, 1)]
     assert len({derive_seed(*each) for each in parts}) == len(parts)
+    assert derive_seed(7, "noise", "train") == 8192547404644105121
+    assert generator(1, "a").initial_seed() == derive_seed(1, "a")
 
 
 def test_a_config_file_that_is_none_is_one_line(tmp_path: Path) -> None:
@@ -197,12 +199,15 @@ def test_a_wrong_option_takes_one_line(error_of: Callable) -> None:
         for words in cases:
             code, err = error_of(import_module(module).app, words)
             assert code == 2 and err.startswith("error: ") and err.count("\n") == 1, err
+    refusal = "error: no such option: --xyz; see gdistill settings --help\n"
+    assert error_of(command_app(), ["settings", "--xyz"], settings=settings_app(EXTRACT)) == (2, refusal)
     code, err = error_of(import_module("shards.cli").app, [])
     assert code == 2 and "convert" in err, "without a word all of them are told"
 
 
 @pytest.mark.parametrize(
-    ("error", "expected"), [(KeyboardInterrupt(), (130, f"{INTERRUPTED}\n")), (typer.Exit(3), (3, ""))]
+    ("error", "expected"),
+    [(ending(), (130, f"{INTERRUPTED}\n")) for ending in (KeyboardInterrupt, typer.Abort)] + [(typer.Exit(3), (3, ""))],
 )
 def test_a_command_that_is_interrupted_or_leaves_has_its_exit_code(
     error_of: Callable, error: BaseException, expected: tuple[int, str]
@@ -218,7 +223,13 @@ def test_a_command_that_is_interrupted_or_leaves_has_its_exit_code(
 
 
 def test_only_the_first_of_many_processes_speaks(monkeypatch: pytest.MonkeyPatch, error_of: Callable) -> None:
+    """Of what was asked; what one of them alone has met is told by it."""
+
+    def spoilt() -> None:
+        raise IntegrityError("altered")
+
     monkeypatch.setenv("RANK", "1")
+    assert error_of(spoilt, []) == (1, "error: altered\n")
     settings = settings_app(EXTRACT)
     assert error_of(settings, ["settings", "zzz"], settings=settings) == (2, "")
     assert error_of(settings, ["--xyz"]) == (2, "")

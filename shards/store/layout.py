@@ -212,10 +212,7 @@ def decode_chunk(data: bytes, dtype: np.dtype[Any], shape: tuple[int, ...]) -> n
 
 
 def read_array(
-    metadata: bytes,
-    read_chunk: Callable[[str], bytes],
-    expected_shape: tuple[int, ...] | None = None,
-    stored_bytes: int | None = None,
+    metadata: bytes, read_chunk: Callable[[str], bytes], expected_shape: tuple[int, ...] | None, stored_bytes: int
 ) -> np.ndarray:
     """An unsharded array cut along its first axis, as resources are kept.
 
@@ -241,7 +238,7 @@ def read_array(
     if expected_shape not in (None, shape):
         raise DamagedShard(f"shape {shape}, expected {expected_shape}")
     num_bytes = math.prod(shape) * dtype.itemsize
-    if stored_bytes is not None and num_bytes > MAX_RESOURCE_CHUNK_BYTES + 100 * stored_bytes:
+    if num_bytes > MAX_RESOURCE_CHUNK_BYTES + 100 * stored_bytes:
         raise DamagedShard(f"{num_bytes} bytes from files of {stored_bytes}")
     if math.prod(chunk) * dtype.itemsize > MAX_RESOURCE_CHUNK_BYTES:
         raise DamagedShard(f"a chunk of {chunk}: more than {MAX_RESOURCE_CHUNK_BYTES} bytes")
@@ -292,10 +289,9 @@ class NativeShards:
         array: NativeArray,
         read_range: Callable[[int, int, int], bytes],
         num_bytes: Callable[[int], int],
-        tail_sha256: Callable[[int], str | None] = lambda _: None,
+        tail_sha256: Callable[[int], str | None],
     ) -> None:
-        self.array, self._read_range, self._num_bytes = array, read_range, num_bytes
-        self._tail_sha256 = tail_sha256
+        self.array, self._read_range, self._num_bytes, self._tail_sha256 = array, read_range, num_bytes, tail_sha256
         kept = INDEX_MEMORY_BYTES // (array.tail_bytes + INDEX_OVERHEAD_BYTES)
         # An epoch meets every shard in random order: what is kept must not grow with the corpus.
         self._tail = lru_cache(max(1, kept))(self._read_tail)

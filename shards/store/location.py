@@ -122,8 +122,7 @@ class LocalLocation:
     def _open(self, name: str) -> int:
         """A descriptor of a file; links are followed, as caches of downloads are made of them."""
         # Not blocking: a pipe in a file's place would be waited for without end.
-        flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK
-        descriptor = os.open(self.root / safe_name(name), flags)
+        descriptor = os.open(self.root / safe_name(name), os.O_RDONLY | os.O_NONBLOCK)
         if stat.S_ISREG(os.fstat(descriptor).st_mode):
             return descriptor
         os.close(descriptor)

@@ -70,7 +70,7 @@ class FileCache:
         """
         path = self.folder / record.sha256
         with suppress(OSError):
-            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            descriptor = os.open(path, os.O_RDONLY)
             if os.fstat(descriptor).st_size == record.num_bytes:
                 with suppress(OSError):  # another user's copy, as good as ours
                     os.utime(descriptor)  # used now; eviction goes by this
@@ -85,7 +85,7 @@ class FileCache:
             temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
             try:
                 temporary.write_bytes(data)
-                descriptor = os.open(temporary, os.O_RDONLY | os.O_CLOEXEC)
+                descriptor = os.open(temporary, os.O_RDONLY)
                 os.replace(temporary, path)
                 return descriptor
             finally:

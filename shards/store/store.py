@@ -224,11 +224,10 @@ class SplitReader:
         location: Location,
         manifest: Manifest,
         split: str,
-        arrays: Collection[str] | None = None,
-        check_ids: Callable[[Mapping[str, np.ndarray], int], str] = lambda *_: "",
+        arrays: Collection[str] | None,
+        check_ids: Callable[[Mapping[str, np.ndarray], int], str],
     ) -> None:
-        self.location, self.manifest, self.split = location, manifest, split
-        self._check_ids = check_ids
+        self.location, self.manifest, self.split, self._check_ids = location, manifest, split, check_ids
         self.num_rows = manifest.splits[split]
         self.rows_per_chunk = manifest.rows_per_chunk
         self.num_chunks = -(-self.num_rows // self.rows_per_chunk)

@@ -38,7 +38,7 @@ def push(store: ShardStore, target: str, *, license: str | None, private: bool) 
     if not folder.is_dir():
         raise UsageError("the store is not in a folder", where=folder, remedy="copy it first")
     api, name = HfApi(), found[1]
-    files = {file: str(folder / file) for file in store.location.sizes() if file != "README.md"}
+    files = {file: str(folder / file) for file in store.location.sizes()}
     contents = {**files, "README.md": card(store, name, license).encode()}
     operations = [CommitOperationAdd(file, content) for file, content in sorted(contents.items())]
     try:

@@ -11,23 +11,34 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
+from transformers.utils import logging
 
 from shards import atomic, settings
 from shards.atomic import discard_leftovers, exclusive, file_claim, is_held, whole_lines, write_bytes_atomic
-from shards.console import progress_bar
-from shards.errors import GdistillError, Stopped, StopRequest, UsageError
+from shards.console import progress_bar, without_library_bars
+from shards.errors import GdistillError, Stopped, StopRequest, UsageError, first_line
 from shards.settings import code_version as stamp
 from shards.store.location import LocalLocation
+
+
+def num_open() -> int:
+    """Files that this process has open."""
+    return len(os.listdir("/proc/self/fd"))
 
 
 def test_writers_of_one_process_id_do_not_meet(tmp_path: Path) -> None:
     """Two containers that share a folder may have the same process id."""
     with ThreadPoolExecutor(2) as pool:
-        list(pool.map(lambda _: atomic.write_json_atomic(tmp_path / "config.json", {"x": 1}), range(200)))
+        list(pool.map(lambda _: atomic.write_json_atomic(tmp_path / "config.json", {"x": 1, "a": 2}), range(200)))
+    for write in (atomic.canonical_json, lambda value: atomic.write_json_atomic(tmp_path / "none.json", value)):
+        with pytest.raises(ValueError):  # NaN is no JSON
+            write({"x": float("nan")})
     assert [found.name for found in tmp_path.iterdir()] == ["config.json"]
+    assert (tmp_path / "config.json").read_text() == '{\n  "a": 2,\n  "x": 1\n}\n'
 
 
 @pytest.fixture
@@ -53,8 +64,12 @@ def test_a_line_that_a_kill_cut_short_is_cut_off(tmp_path: Path) -> None:
     assert whole_lines(tmp_path / "none") == []
 
 
-def test_every_created_folder_is_synced_into_its_parent(tmp_path: Path, synced: list[Path]) -> None:
-    root = tmp_path / "new" / "store"
+def test_every_created_folder_is_synced_into_its_parent(
+    tmp_path: Path, synced: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also if another process makes it at once, and but for a parent that nobody may read."""
+    root, mkdir, os_open = tmp_path / "new" / "store", Path.mkdir, os.open
+    monkeypatch.setattr(Path, "mkdir", lambda *path, **options: (mkdir(*path), mkdir(*path, **options)))
     place = LocalLocation(root)
     place.write("train/ids/c/3/0/0", b"x")
     folders = [path for path in (tmp_path / "new").rglob("*") if path.is_dir()]
@@ -70,42 +85,57 @@ def test_every_created_folder_is_synced_into_its_parent(tmp_path: Path, synced: 
     place.delete("nothing/here")
     assert synced == [root / "train/ids/c/4/0"], "a deleted file stays deleted"
 
+    def unreadable(path: Path, *flags: int) -> int:
+        if path == tmp_path:
+            raise PermissionError(13, "Permission denied", path)
+        return os_open(path, *flags)
+
+    monkeypatch.setattr(os, "open", unreadable)
+    LocalLocation(tmp_path / "other").write("a", b"x")
+    assert synced[1:] == [tmp_path / "other"] or synced[2:] == [tmp_path / "other"]
+
 
 def test_a_published_folder_is_on_disk_before_its_name_and_its_name_too(tmp_path: Path, synced: list[Path]) -> None:
     work, final = tmp_path / ".work", tmp_path / "model"
     (work / "sub").mkdir(parents=True)
     (work / "sub/weights").write_bytes(b"x")
-    (work / "sub/weights").chmod(0o600)  # as safetensors leaves it
+    (tmp_path / "mine").write_bytes(b"x")
+    (work / "link").symlink_to(tmp_path / "mine")
+    for private in (tmp_path / "mine", work / "sub/weights"):
+        private.chmod(0o600)  # as safetensors leaves it
     atomic.publish_folder(work, final)
-    assert (final / "sub/weights").stat().st_mode & 0o666 == final.stat().st_mode & 0o666
-    assert {work, work / "sub", work / "sub/weights"} <= set(synced[:-1])
+    assert (final / "sub/weights").stat().st_mode & 0o777 == final.stat().st_mode & 0o666
+    assert (tmp_path / "mine").stat().st_mode & 0o777 == 0o600
+    assert [path for path in synced[:-1] if path.is_relative_to(work)] == [work / "sub/weights", work / "sub", work]
     assert synced[-1] == tmp_path and (final / "sub/weights").read_bytes() == b"x"
     work.mkdir()
     atomic.publish_folder(work, final)
     assert not list(final.iterdir())
 
 
-@pytest.mark.parametrize("is_dangling", [False, True])
-def test_no_link_is_followed_or_emptied(tmp_path: Path, is_dangling: bool) -> None:
-    precious, run = tmp_path / "precious", tmp_path / "run"
+@pytest.mark.parametrize("kind", ["link", "dangling", "pipe"])
+def test_no_link_is_followed_or_emptied_and_no_pipe_waited_for(tmp_path: Path, kind: str) -> None:
+    precious, run, held = tmp_path / "precious", tmp_path / "run", num_open()
     run.mkdir()
-    if not is_dangling:
+    if kind == "link":
         precious.write_text("mine")
     for name in (".lock", "lines.jsonl"):
-        (run / name).symlink_to(precious)
+        os.mkfifo(run / name) if kind == "pipe" else (run / name).symlink_to(precious)
     with pytest.raises(UsageError, match="cannot write there"), exclusive(run):
         pass
     assert is_held(run) is None
     with pytest.raises(OSError):
         atomic.append_line(run / "lines.jsonl", "x")
-    assert precious.exists() is not is_dangling
-    assert is_dangling or precious.read_text() == "mine"
+    assert precious.exists() == (kind == "link")
+    assert kind != "link" or precious.read_text() == "mine"
+    assert num_open() <= held, "every file is closed"
 
 
 def test_a_folder_is_held_while_a_run_lasts_and_free_after_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert is_held(tmp_path / "nowhere") is False
     (tmp_path / ".lock").touch()  # as a killed run leaves it
     (tmp_path / "content").touch()
+    held = num_open()
     for _ in range(2):
         assert is_held(tmp_path) is False
         with exclusive(tmp_path):
@@ -113,6 +143,11 @@ def test_a_folder_is_held_while_a_run_lasts_and_free_after_it(tmp_path: Path, mo
             with pytest.raises(UsageError, match="another run"), exclusive(tmp_path):
                 pass
             assert is_held(tmp_path) is True
+    with open(tmp_path / "content") as content:  # under the number that a lock had
+        assert num_open() <= held + 1
+        if (child := os.fork()) == 0:
+            os._exit(0 if os.path.exists(f"/proc/self/fd/{content.fileno()}") else 1)
+        assert os.waitpid(child, 0)[1] == 0, "a forked child keeps the files that are no locks"
     # Who asks holds the folder for an instant: it keeps no run from beginning, and is no run.
     (tmp_path / ".lock").touch()
     with open(tmp_path / ".lock") as asking:
@@ -147,6 +182,10 @@ def test_progress_where_there_is_no_terminal(
         later(5)
         bar.advance(2)
     assert capsys.readouterr().err == "all: 100%, 0:00:10 so far\n"
+    with progress_bar("tokenize", None) as bar:
+        later(5)
+        bar.advance(1000)
+    assert capsys.readouterr().err == "tokenize: 1.0k tok, 200 tok/s, 0:00:05 so far\n"
     with progress_bar("train", 10, main_process=False) as bar:
         later(60)
         bar.advance(5)
@@ -162,6 +201,27 @@ def test_progress_on_a_terminal(later: Callable[[float], None], monkeypatch: pyt
         bar.note("[shard 3]")
     shown = screen.file.getvalue()  # type: ignore[attr-defined]
     assert "2.0k/4.0k B, 100 B/s" in shown and "[shard 3]" in shown
+
+
+def test_bars_and_reports_of_libraries_come_back_as_they_were() -> None:
+    begun, verbosity = logging.is_progress_bar_enabled(), logging.get_verbosity()
+    for switch in (logging.disable_progress_bar, logging.enable_progress_bar):
+        switch()
+        shown = logging.is_progress_bar_enabled()
+        for reports in (True, False):
+            with without_library_bars(reports):
+                assert not logging.is_progress_bar_enabled()
+                assert (logging.get_verbosity() == verbosity) == reports
+            assert (logging.is_progress_bar_enabled(), logging.get_verbosity()) == (shown, verbosity)
+    if not begun:
+        logging.disable_progress_bar()
+
+
+def test_another_librarys_error_takes_one_line_or_its_name() -> None:
+    compiler = RuntimeError("backend\n")
+    compiler.inner_exception = ValueError("\n no such\tregister \n at 3")  # type: ignore[attr-defined]
+    assert (first_line(compiler), first_line(ValueError())) == ("no such\tregister ", "ValueError")
+    assert str(GdistillError("a\n b", got="c\x1b")) == "a b; got c\\x1b"
 
 
 def test_a_checkout_tells_its_commit_and_whether_it_was_changed(
@@ -180,6 +240,8 @@ def test_a_checkout_tells_its_commit_and_whether_it_was_changed(
     assert (settings.ROOT / "shards" / "settings.py").samefile(settings.__file__)
     try:
         git("init", "-q")
+        monkeypatch.setattr(settings, "ROOT", tmp_path)
+        assert "+" not in told() and told(), "no commit to tell"
         (tmp_path / "site-packages").mkdir()
         (tmp_path / "a").write_text("1")
         git("add", "a")
@@ -196,7 +258,7 @@ def test_a_checkout_tells_its_commit_and_whether_it_was_changed(
         stamp.cache_clear()
 
 
-def test_ctrl_c_interrupts_at_once_who_was_asked_before() -> None:
+def test_ctrl_c_interrupts_at_once_who_was_asked_before(monkeypatch: pytest.MonkeyPatch) -> None:
     stop, numbers = StopRequest(signal.SIGINT, signal.SIGTERM), (signal.SIGINT, signal.SIGTERM)
     before = [*map(signal.getsignal, numbers)]
     with stop.listening():
@@ -208,6 +270,17 @@ def test_ctrl_c_interrupts_at_once_who_was_asked_before() -> None:
         with pytest.raises(Stopped, match="SIGTERM") as caught:
             attend()
         assert caught.value.exit_code == 143
+    later, slept = StopRequest(signal.SIGTERM), list[float]()
+
+    def sleep(seconds: float) -> None:
+        slept.append(seconds)
+        if len(slept) == 3:
+            signal.raise_signal(signal.SIGTERM)
+
+    monkeypatch.setattr("shards.errors.time.sleep", sleep)
+    with later.listening(), pytest.raises(Stopped):
+        later.pause(5.0)
+    assert len(slept) == 3 and max(slept) <= 0.2, "a pause ends soon after the signal"
     assert [*map(signal.getsignal, numbers)] == before
     with ThreadPoolExecutor(1) as pool:  # where no signal can be caught
         assert pool.submit(stop.listening().__enter__).result() is stop
@@ -216,7 +289,7 @@ def test_ctrl_c_interrupts_at_once_who_was_asked_before() -> None:
 @pytest.fixture
 def place(tmp_path: Path) -> LocalLocation:
     place = LocalLocation(tmp_path)
-    for name in ("train/a", "train/b", "train/c/d"):
+    for name in ("train/a", "train/b", "train/c/d", ".claims/f"):
         place.write(name, b"xyz")
     return place
 
@@ -233,8 +306,9 @@ def test_a_listing_beside_a_writer_misses_what_is_gone_and_nothing_else(
 
     monkeypatch.setattr(Path, "stat", renamed_meanwhile)
     (place.root / "train/e").symlink_to("nowhere")
-    assert place.sizes() == {"train/a": 3, "train/c/d": 3, "train/e": 7}
-    assert place.sizes("nowhere") == {}
+    place.write("train/.claims/f", b"x")
+    assert place.sizes() == {"train/a": 3, "train/c/d": 3, "train/e": 7, "train/.claims/f": 1}
+    assert place.sizes("nowhere") == {} == place.sizes("train/a")
 
 
 def test_what_cannot_be_listed_does_not_look_empty(place: LocalLocation, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -304,6 +378,12 @@ def test_a_claims_file_goes_while_it_is_held(tmp_path: Path, monkeypatch: pytest
 def test_a_lock_on_a_file_that_was_removed_is_no_claim(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A holder removes it on release, when who waits has a descriptor of it already."""
     path, flock, removed = tmp_path / "claims/one", fcntl.flock, list[Path]()
+    opens, gone, held = atomic.open_itself, [FileNotFoundError, FileExistsError], num_open()
+
+    def folder_removed_meanwhile(*arguments: Any) -> int:
+        if gone:
+            raise gone.pop()
+        return opens(*arguments)
 
     def removed_meanwhile(descriptor: int, kind: int) -> None:
         if not removed:
@@ -312,15 +392,25 @@ def test_a_lock_on_a_file_that_was_removed_is_no_claim(tmp_path: Path, monkeypat
         flock(descriptor, kind)
 
     monkeypatch.setattr(fcntl, "flock", removed_meanwhile)
+    monkeypatch.setattr(atomic, "open_itself", folder_removed_meanwhile)
     with file_claim(path, wait=True) as mine, file_claim(path, wait=False) as other:
         assert mine and not other
-    assert removed and not path.parent.exists()
+    assert removed and not path.parent.exists() and num_open() <= held
+    path.parent.write_text("a file")
+    with pytest.raises(FileExistsError), file_claim(path, wait=True):
+        pass
 
 
 def test_a_peek_is_bytes_or_nothing(place: LocalLocation) -> None:
     place.write("a", b"0123456789")
     assert place.peek("a", 7, 3) == b"789" and place.peek("a", -5, 3) == b"012"
-    assert place.peek("b", 0, 3) == b""
+    held = num_open()
+    assert place.peek("b", 0, 3) == b"" == place.peek("train", 0, 3) and place.peek("a", 0, 1) == b"0"
+    assert num_open() <= held, "every file is closed"
+    assert place.size("a/b") is None, "below a file there is none"
+    for error in (lambda: place.read("a/b"), lambda: place.read("b")):
+        with pytest.raises(FileNotFoundError, match="b"), place.claim("one", wait=False):
+            error()
 
 
 def test_leftovers_of_one_file_and_of_no_other(tmp_path: Path) -> None:

@@ -164,7 +164,15 @@ def test_a_pushed_store_is_read_from_the_hub_and_mistakes_are_one_line(
     assert held.files.keys() == {*local.location.sizes(), "README.md"}
     card = held.files["README.md"].decode()
     size = f"198 tokens, {Description.of(local).shard_bytes / 198:.1f} bytes each"
-    for word in ("license: mit", "| teacher | tiny |", "topk", "28 train", size, target):
+    shape = ("| codec | topk |", "| rows | 28 train, 5 validation of 6 tokens |", "| vocabulary | 50 |")
+    names = (
+        "license: mit",
+        "pretty_name: store",
+        "- codec:topk",
+        "| teacher | tiny |",
+        "| corpus | {'name': 'text'} |",
+    )
+    for word in (*shape, *names, size, target, f"| identity | sha256 {local.manifest.sha256} |"):
         assert word in card
     tokens = local.split("train").read_rows(0, 28)["tokens"]
     read = done.stdout.rpartition("read ")[2].split()
@@ -186,7 +194,9 @@ def test_info_says_what_is_there(run: Run, sound: Path, tmp_path: Path) -> None:
     code, text = run("info", sound, "--json")
     value = json.loads(text)
     assert code == 0 and value["num_tokens"] == (28 + 5) * 6
-    assert value["manifest_sha256"] == writer.manifest.sha256
+    assert value["manifest_sha256"] == writer.manifest.sha256 and value["location"] == str(sound)
+    said = ("codec", "teacher", "tokenizer", "tokens", "splits", "vocab_size", "row_length")
+    assert {name: value[name] for name in said} == {name: writer.manifest.to_json()[name] for name in said}
     sizes = {name: len(data) for name, data in file_bytes(sound).items()}
     assert value["num_bytes"] == sum(sizes.values())
     shards = {n: sizes[n] for n in sizes if n.startswith(("train/", "validation/")) and "/c/" in n}
@@ -197,15 +207,28 @@ def test_info_says_what_is_there(run: Run, sound: Path, tmp_path: Path) -> None:
     (tmp_path / "part" / "ledger" / "train" / "000000.json").unlink()
     part = json.loads(run("info", tmp_path / "part", "--json")[1])
     assert part["num_tokens"] == value["num_tokens"] - 8 * 6
+    assert (part["num_shards"], part["num_finished_shards"]) == (5, 4)
+    for words in (("push", tmp_path / "part", "hf://datasets/a/b"), ("convert", tmp_path / "part", "--codec", "full")):
+        code, text = run(*words, *(("--out", tmp_path / "out") if words[0] == "convert" else ()))
+        assert code == 1 and "not complete" in text
     first = [f"train/{name}/c/0/" for name in writer.manifest.all_arrays]
     left = sum(shards[name] for name in shards if not name.startswith(tuple(first)))
     assert left < sum(shards.values())
     assert part["bytes_per_token"] * part["num_tokens"] == pytest.approx(left)
-    text = run("info", sound)[1]
-    assert "one draw" in text
-    assert "{'name': 'text'} (fingerprint efefefefefef)" in text
-    ratio = 100 / value["bytes_per_token"]
-    assert f"{value['bytes_per_token']:.1f}; fp16 vectors 100: {ratio:.1f} x this store" in text
+    size = value["bytes_per_token"]
+    assert run("info", sound)[1].splitlines() == [
+        f"store        {sound}",
+        f"identity     {writer.manifest.sha256[:16]}",
+        "codec        topk num_entries=3",
+        "noise        one draw",
+        "teacher      tiny (sha256 abababababab)",
+        "tokenizer    tiny (sha256 cdcdcdcdcdcd), V = 50",
+        "corpus       {'name': 'text'} (fingerprint efefefefefef)",
+        "rows         train 28, validation 5 of 6 tokens",
+        "complete     5 of 5 shards, 198 tokens",
+        f"bytes        {value['num_bytes']:,}",
+        f"bytes/token  {size:.1f}; fp16 vectors 100: {100 / size:.1f} x this store",
+    ]
 
 
 def remedy_in(text: str) -> list[str]:
@@ -268,8 +291,9 @@ def test_what_cannot_be_made_or_shown_is_one_line_and_nothing_is_written(
         (("show", url, "--row", -1), "no such row"),
         (("show", url, "--split", "validation", "--row", 5), "[split validation]"),
         (("info", tmp_path / "nothing"), "no store there"),
+        (("push", write_store("memory://pushed").location.url, "hf://datasets/a/b"), "not in a folder"),
     ):
-        placed = () if arguments[0] == "info" else ("--out", out)
+        placed = () if arguments[0] in ("info", "push") else ("--out", out)
         code, text = run(*arguments, *placed)
         assert code == 2 and words in text and text.count("\n") == 1, (arguments, text)
         assert not list(tmp_path.glob("out*")), arguments
@@ -325,8 +349,13 @@ def test_show_of_any_text_in_any_codec(run: Run, tmp_path: Path, text: str, monk
     for view in views:
         figures = f"<td>{view.probability:.3g}<td>{view.gumbel:.2f}<td>{view.gumbel_rank}<td"
         assert figures in page
-    own = store.split("train").read_rows(0, 1)["token_gumbels"][0, 1:]
-    assert [view.gumbel for view in views] == own.tolist()
+    rows = store.split("train").read_rows(0, 1)
+    assert [view.gumbel for view in views] == rows["token_gumbels"][0, 1:].tolist()
+    for view, xi, own in zip(
+        views, stored_noise(store, "train", 0, rows).gumbels(), rows["tokens"][0, 1:], strict=True
+    ):
+        others = [float(value) for token, value in enumerate(xi) if token != own]
+        assert [(a.gumbel, a.probability) for a in view.alternatives] == [(g, None) for g in sorted(others)[:-5:-1]]
 
 
 @pytest.mark.parametrize("name", ["row.png", "row.html", "row.htm", "row"])
@@ -334,9 +363,8 @@ def test_the_page_and_the_picture_never_share_a_name(
     run: Run, posterior: ShardStore, tmp_path: Path, name: str
 ) -> None:
     """Names are text on the page: a store's folder is no markup."""
-    harmful, out = tmp_path / "<script>alert(1)<", tmp_path / "out"
+    harmful, out = tmp_path / "<script>alert(1)<", tmp_path / "new" / "out"
     shutil.copytree(posterior.location.url, harmful)
-    out.mkdir()
     (harmful / "ledger/train/000000.json").unlink()
     for row, expected in ((7, 1), (8, 0)):  # of a store that is not finished what is there is shown
         code, text = run("show", harmful, "--row", row, "--out", out / name)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import pickle
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import get_ident
 from typing import Any
 
 import google_crc32c
@@ -194,6 +196,15 @@ def test_what_is_kept_of_shards_is_bounded(made: Made, monkeypatch: pytest.Monke
         assert read_all(shards) == expected
         assert shards._tail.cache_info().currsize == 2
     assert len([length for *_, length in reads if length == 52]) == 6, "3 shards, met in turn"
+
+
+def test_every_thread_has_a_decompressor_of_its_own(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
+    make, shards, makers = zstandard.ZstdDecompressor, made.shards(), list[int]()
+    monkeypatch.setattr(zstandard, "ZstdDecompressor", lambda: makers.append(get_ident()) or make())
+    for _ in range(2):
+        with ThreadPoolExecutor(1) as thread:
+            thread.submit(read_all, shards).result()
+    assert len(makers) == 2
 
 
 def test_a_reader_remembers_little_of_each_shard(sound: Path) -> None:

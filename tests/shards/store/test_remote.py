@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 from threading import Barrier, Event
 from types import SimpleNamespace
@@ -133,6 +134,9 @@ def test_damage_at_the_url_is_never_read(url: str, tmp_path: Path, damage: str) 
 def test_mistakes_are_named(bucket: str) -> None:
     with pytest.raises(UsageError, match="no store there"):
         ShardStore.open(f"{bucket}/nothing")
+    fsspec.register_implementation("absent", "nosuchpackage.FileSystem")
+    with pytest.raises(UsageError, match=r"absent:// need another package.*pip install"):
+        open_location("absent://store")
     for act in (cases.open_writer, ShardStore.open, verify):
         with pytest.raises(GdistillError, match=r"cannot \w+ the remote store.*check bucket"):
             act("s3://no-such-bucket/store")
@@ -159,7 +163,7 @@ def can_take(place: Location) -> bool:
         return mine
 
 
-def test_a_claim_excludes_others_until_released(url: str) -> None:
+def test_a_claim_excludes_others_until_released(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     ours, theirs = RemoteLocation(url), open_location(url)
     with ours.claim(CLAIM, wait=False) as mine:
         assert mine and theirs.claims() == [CLAIM] and theirs.sizes() == {}
@@ -168,6 +172,12 @@ def test_a_claim_excludes_others_until_released(url: str) -> None:
     with ours.claim(CLAIM, wait=False):
         plant(ours)  # we were too slow
     assert theirs.claims() == [CLAIM], "it is left to its new holder"
+    ours.delete(CLAIM_FILE)
+    with ExitStack() as held:
+        held.enter_context(ours.claim(CLAIM, wait=False))
+        monkeypatch.setattr("shards.store.remote.time.sleep", lambda _: held.close())
+        with theirs.claim(CLAIM, wait=True) as mine:
+            assert mine, "who waits gets it in the end"
 
 
 def test_a_claim_no_longer_renewed_is_void(url: str) -> None:
@@ -350,6 +360,23 @@ def test_a_disk_nearly_full_is_kept_free_of_what_was_unused_for_longest(
     free(52)  # five more would leave 47
     assert put(cache, b"five.") and not copy_of(cache, b"two..").exists(), "in the place of two"
     assert [put(cache, data) for data in (b"one..", b"three", b"four.")] == [False] * 3
+
+
+def test_a_copy_that_may_not_be_removed_is_passed_over(
+    tmp_path: Path, free: Callable[[int], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another user's, in a folder that protects it."""
+    cache, unlink = FileCache(tmp_path), Path.unlink
+    put_earlier(cache, b"one..", b"two..")
+    free(52)
+
+    def protected(path: Path, **options: bool) -> None:
+        if path == copy_of(cache, b"one.."):
+            raise PermissionError(1, "Operation not permitted")
+        unlink(path, **options)
+
+    monkeypatch.setattr(Path, "unlink", protected)
+    assert put(cache, b"three") and copy_of(cache, b"one..").exists() and not copy_of(cache, b"two..").exists()
 
 
 def test_only_old_leftovers_of_downloads_are_removed(tmp_path: Path, free: Callable[[int], None]) -> None:

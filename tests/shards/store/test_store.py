@@ -13,7 +13,7 @@ import torch
 import zarr
 
 import shards
-from shards.codec.protocol import make_codec
+from shards.codec.protocol import ArraySpec, make_codec
 from shards.errors import GdistillError, IntegrityError, UsageError
 from shards.store.location import LocalLocation
 from shards.store.manifest import COMPUTED_FILE, read_record, read_ways, record_ways
@@ -43,6 +43,7 @@ def test_rows_come_back_as_written_from_our_reader_and_from_any_of_zarr(sound: P
             np.testing.assert_array_equal(np.asarray(group[f"{split}/{name}"]), values)
             for window in WINDOWS if split == "train" else ():  # across chunks and shards
                 np.testing.assert_array_equal(rows.read_rows(*window)[name], values[slice(*window)])
+    assert group.attrs["gdistill"] == {"format": "gdistill", "format_version": 2, "manifest": "manifest.json"}
     array = group["train/entry_gumbels"]
     assert array.shape == (28, cases.LENGTH, 3)
     assert array.shards == (8, cases.LENGTH, 3) and array.chunks == (4, cases.LENGTH, 3)
@@ -71,9 +72,12 @@ def test_what_is_read_is_what_was_asked_for(sound: Path, tmp_path: Path) -> None
     with pytest.raises(UsageError, match="no such file"):
         store.file("corpus/absent.json")
     rows = store.split("validation")
-    for read in (lambda: rows.read_rows(0, 6), lambda: rows.read_rows(2, 2), lambda: rows.read_chunk(-1)):
+    for window in ((0, 6), (2, 2), (-1, 3)):
         with pytest.raises(IndexError):
-            read()
+            rows.read_rows(*window)
+    for chunk in (-1, 2):
+        with pytest.raises(IndexError):
+            rows.read_chunk(chunk)
 
 
 def test_a_large_resource_is_kept_in_chunks_of_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -96,6 +100,7 @@ def test_a_store_is_found_at_its_folder_and_run(store: Path, tmp_path: Path, mon
     for attempt in (shards.open_store, ShardStore.open):
         with pytest.raises(UsageError, match="no store there"):
             attempt(tmp_path / "elsewhere")
+    assert not hasattr(shards, "nothing")
 
 
 def test_foreign_folders_and_unknown_urls_are_left_alone(tmp_path: Path) -> None:
@@ -105,9 +110,11 @@ def test_foreign_folders_and_unknown_urls_are_left_alone(tmp_path: Path) -> None
     assert set(cases.file_bytes(tmp_path)) == {"thesis.txt"}
     with pytest.raises(UsageError, match="unknown kind of store location"):
         cases.open_writer("nosuchscheme://bucket/store")
-    for name in ("ledger", "resources", "tokenizer", "corpus", "c"):
+    for name in ("ledger", "resources", "tokenizer", "corpus", "c", "", "a b", "a/b", "a.b"):
         with pytest.raises(UsageError, match="bad name in splits"):
             cases.make_manifest(splits={name: 4})
+    with pytest.raises(UsageError, match="name of a store array"):
+        cases.make_manifest(arrays={"tokens": ArraySpec("int32")})
     clash = {"train/tokens/zarr.json": b"mine"}
     with pytest.raises(UsageError, match="name of a store file"):
         ShardWriter.create_or_resume(tmp_path / "store", cases.make_manifest(), {}, clash)
@@ -116,9 +123,10 @@ def test_foreign_folders_and_unknown_urls_are_left_alone(tmp_path: Path) -> None
 def test_a_store_may_hold_nothing_but_zeros_an_empty_split_and_no_resources(tmp_path: Path) -> None:
     full = {"codec": {"name": "full", "parameters": {}}}
     full["arrays"] = make_codec("full").array_specs(cases.VOCAB, None)
-    manifest = cases.make_manifest(splits={"train": 8, "validation": 0}, **full)
-    empty = ShardWriter.create_or_resume(tmp_path / "empty", manifest, {})
-    for writer in (empty, cases.open_writer(tmp_path / "small")):
+    edge = {"seed": -(2**63), "eos_id": cases.VOCAB - 1}
+    manifest = cases.make_manifest(splits={"train": 8, "validation": 0}, **full, **edge)
+    empty = ShardWriter.create_or_resume(tmp_path / "empty", manifest, {}, {"corpus/none": b""})
+    for writer in (empty, cases.open_writer(tmp_path / "small", seed=2**64)):
         for shard in writer.all_pending():
             arrays = cases.make_arrays(writer.manifest, shard)
             writer.write(shard, {name: np.zeros_like(value) for name, value in arrays.items()})
@@ -126,7 +134,7 @@ def test_a_store_may_hold_nothing_but_zeros_an_empty_split_and_no_resources(tmp_
         rows = ShardStore.open(writer.location).split("train")
         assert not any(value.any() for value in rows.read_rows(0, rows.num_rows).values())
     store = ShardStore.open(tmp_path / "empty")
-    assert store.resources == {} and store.split("validation").num_chunks == 0
+    assert store.resources == {} and store.split("validation").num_chunks == 0 and store.file("corpus/none") == b""
 
 
 def test_an_incomplete_store_is_refused_unless_asked(tmp_path: Path) -> None:
@@ -179,9 +187,12 @@ def test_a_head_of_another_shape_than_the_states_or_none_is_refused(tmp_path: Pa
         ShardStore.open(tmp_path / "none/lm_head", allow_incomplete=True)
 
 
-def test_a_finished_store_has_nothing_pending_and_does_not_change(store: Path) -> None:
+def test_a_finished_store_has_nothing_pending_and_does_not_change(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before, writer = cases.file_bytes(store), cases.open_writer(store)
     assert writer.is_complete() and writer.pending("train") == []
+    with monkeypatch.context() as patch:  # a listing from before the shard was written
+        patch.setattr(LocalLocation, "sizes", lambda *_: {"train/tokens/c/0/0": 1})
+        assert writer.pending("train") == []
     shard = writer.manifest.shards("train")[0]
     arrays = cases.make_arrays(writer.manifest, shard)
     arrays["token_gumbels"][:, 1:] += 1
