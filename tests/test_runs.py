@@ -148,14 +148,21 @@ def test_a_stopped_training_stops_the_recipe(tmp_path: Path) -> None:
 
 def test_srun_is_understood() -> None:
     tasks = {"SLURM_STEP_ID": "0", "SLURM_PROCID": "3", "SLURM_NTASKS": "8", "SLURM_LOCALID": "1"}
-    step = {**tasks, "SLURM_JOB_NODELIST": "gpu-[017-019,4],other", "SLURM_JOB_ID": "12345"}
-    follow_srun(step)
-    assert (step["RANK"], step["WORLD_SIZE"], step["LOCAL_RANK"]) == ("3", "8", "1")
-    assert (step["MASTER_ADDR"], step["MASTER_PORT"]) == ("gpu-017", "32345")
+    job = {"SLURM_JOB_NODELIST": "gpu-[017-019,4],other", "SLURM_JOB_ID": "112345"}
+    own = {"SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NODELIST": "b7,b8"}  # of fewer tasks than the job has
+    named = {"MASTER_ADDR": "here", "MASTER_PORT": "1"}
+    for more, expected in (
+        (job, ["3", "8", "1", "gpu-017", "32345"]),
+        ({**job, **own}, ["3", "2", "1", "b7", "32345"]),
+        ({**job, **named}, ["3", "8", "1", "here", "1"]),
+        ({}, ["3", "8", "1", "127.0.0.1", "20000"]),
+    ):
+        follow_srun(step := {**tasks, **more})
+        assert [step[n] for n in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")] == expected
     of_torchrun = {**tasks, "RANK": "5"}  # below srun it has its own numbers
     # A batch script is one process, whatever it starts.
     script = {name: value for name, value in tasks.items() if name != "SLURM_STEP_ID"}
-    for environment in (of_torchrun, script):
+    for environment in (of_torchrun, script, {**tasks, "SLURM_NTASKS": "1"}):
         followed = dict(environment)
         follow_srun(followed)
         assert followed == environment

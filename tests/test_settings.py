@@ -135,29 +135,10 @@ def test_no_codec_and_no_sampler_is_left_out() -> None:
     assert meant.endswith("None is as many as the student proposes."), "its own words, not those of what it stands on"
 
 
-def test_samplers_begin_with_the_settings_that_are_written_down() -> None:
-    """A default that moves changes everybody's samples."""
-    shared = 'nucleus_p=1.0 nucleus_rule="strict" top_k=none tau=none stop.at_eos=false stop.min_entropy_nats=none '
-    shared += "stop.entropy_window=256 stop.max_tries=10"
-    drawn, ahead = f'{shared} temperature=1.0 decision="categorical"', shared.replace("tau=none", "tau=1.0")
-    surest = 'confidence="margin" order_temperature=0.0'
-    assert {
-        section.title.split()[-1]: " ".join(
-            shown[0].partition("    (")[0].replace(" ", "") for _, shown in setting_lines(section.config_class)
-        )
-        for section in SAMPLE
-    } == {
-        "ancestral": f"{drawn} nfe=128 final_argmax=true",
-        "first_hitting": drawn,
-        "fixed_count": f"{drawn} nfe=128",
-        "confidence": f"{drawn} nfe=128 {surest}",
-        "block": f'{drawn} inner="ancestral" nfe=none passes_per_block=none {surest} final_argmax=true use_cache=true',
-        "sequential": drawn,
-        "apd": f'{shared} verifier="" mixture_weight=0.7 max_lookahead=none temperature=1.0',
-        "coupled": f'{ahead} max_lookahead=8 draft=none verifier=""',
-        "medusa": f'{ahead} max_lookahead=none draft=none acceptance="coupled" epsilon=0.1 delta=1.0',
-        "drafter": f'{ahead} max_lookahead=none draft=none tree=16 width=6 min_reach=0.0 ngrams=""',
-    }
+def test_every_setting_begins_as_it_is_written_down() -> None:
+    """A default that moves changes everybody's runs and samples; a bound, what is refused."""
+    rows = {each.title: [shown[0] for _, shown in setting_lines(each.config_class, each.prefix)] for each in SECTIONS}
+    assert rows == json.loads(Path(__file__).with_name("settings.json").read_text())
 
 
 def test_a_part_of_the_table() -> None:

@@ -66,9 +66,9 @@ def store_rows(
     def rows() -> Iterator[dict[str, Any]]:
         text = ["tokens", *(COUNTED.keys() & store.manifest.arrays.keys())]
         reader = store.split(split, None if with_teacher else text)
-        stream = ShardStream(
-            reader, seed=seed or 0, global_batch_size=min(ROWS_READ_TOGETHER, reader.num_rows), shuffle=seed is not None
-        )
+        # A shuffled stream ends before a batch that would be too small: here there is none.
+        size = max(n for n in range(1, ROWS_READ_TOGETHER + 1) if reader.num_rows % n == 0)
+        stream = ShardStream(reader, seed=seed or 0, global_batch_size=size, shuffle=seed is not None)
         is_fresh, own = store.codec.is_fresh, store.manifest.noise_seed(split)
         noise_seed, epoch = derive_seed(seed or 0, "noise") if is_fresh else own, 0
         while epochs is None or epoch < epochs:

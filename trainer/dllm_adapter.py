@@ -131,7 +131,6 @@ class NoiseMixin:
 
     def compute_loss(self: Any, model: Any, inputs: dict[str, Any], *args: Any, **options: Any):
         """dllm's loss of a batch, the noise of its rows shown."""
-        inputs = dict(inputs)
         arrays = dict(inputs.pop("teacher"))
         seeds, rows = arrays.pop(NOISE_KEY).unbind(1)
         own = inputs["input_ids"], arrays.pop("token_log_probs"), rows, int(seeds[0]), 0

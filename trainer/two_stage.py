@@ -2,7 +2,7 @@
 
 A student that has learnt to read the text learns to read noise the sooner: added to the mask's
 embedding, the corpus unigram beside it, and again by attention behind its blocks (noise
-cross-attention). The steps, weights and rates of a kind are in ``presets/two_stage/<kind>.toml``; a
+cross-attention). The weights and rates of a kind are in ``presets/two_stage/<kind>.toml``; a
 user's own settings go before them, in both parts.
 """
 
@@ -49,8 +49,8 @@ def two_stage_parts(
     Args:
         student: Kind of the student with noise.
         store: What both are trained on.
-        preset: Architecture and amount of the first part. The second has a share of its steps and
-            a multiple of its peak learning rate.
+        preset: Architecture and amount of the first part. The second has as many steps and a
+            multiple of its peak learning rate.
         chosen: The user's own settings, and
         overrides: his ``key=value`` words: they go before the recipe's in both parts, but those
             that only noise or only the second part's kind has a use for.
@@ -71,8 +71,7 @@ def two_stage_parts(
     model = {k: v for k, v in first.get("model", {}).items() if k not in idle}
     no_draws = {"training": {"num_noise_draws": None}}
     plain = compose_run([merge({**first, "student": recipe["first"], "model": model}, no_draws)])
-    all_steps = plain.training.steps_over(store.manifest.splits["train"])
-    num_steps = max(1, round(recipe["share_of_steps"] * all_steps))
+    num_steps = plain.training.steps_over(store.manifest.splits["train"])
     layers = noise_layers_of(plain.model.num_layers, store.manifest.vocab_size)
     own = merge(recipe["noise"], {"model": {"noise": layers}})
     decided = {

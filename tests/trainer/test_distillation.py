@@ -16,6 +16,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 
 from shards.errors import UsageError
 from shards.store.store import ShardStore
+from shards.stream.stream import ShardStream
 from tests.trainer.run_cases import ROWS, VOCAB, quiet, teacher_logits, write_store
 from trainer.distillation import IGNORED, NOISE_KEY, DistillationLoss, DistillationMixin, store_rows
 from trainer.objective.distillation import Distillation
@@ -60,6 +61,9 @@ def test_loss_and_gradient_are_those_of_the_students(
     gradients = [torch.autograd.grad(3 * value, logits)[0] for value in (found, expected)]
     torch.testing.assert_close(*gradients, rtol=1e-4, atol=1e-7)
     assert not gradients[0][..., VOCAB:].any()
+    half = logits.detach().bfloat16()  # as a model under autocast gives them: the loss is float32 still
+    losses = [loss(given, labels, batch["teacher"]) for given in (half, half.float())]
+    torch.testing.assert_close(*losses, rtol=1e-6, atol=0)
 
 
 def test_the_teacher_itself_has_no_divergence(store: Path) -> None:
@@ -84,10 +88,15 @@ def test_rows_come_once_an_epoch_in_an_order_of_the_seed(store: Path) -> None:
     stored = rows(split="validation", seed=None, epochs=1)
     tokens = ShardStore.open(store).split("validation").read_rows(0, ROWS["validation"])["tokens"]
     assert stored == [tuple(row) for row in tokens.tolist()]
+    trained = ShardStream(ShardStore.open(store).split("train"), seed=0, global_batch_size=8).one_pass()
+    own = [tuple(row) for batch in trained for row in batch.arrays["tokens"].tolist()]
+    assert sorted(rows(epochs=1)) == sorted(own), "all of them, though 16 do not divide 40"
     two = rows(split="validation", epochs=2)
     assert sorted(two) == sorted(2 * stored) and two[:10] != two[10:]
     assert two == rows(split="validation", epochs=2, with_teacher=False)
     assert two != rows(split="validation", epochs=2, seed=1)
+    seeds = [int(next(iter(store_rows(store, seed=n)))["teacher"][NOISE_KEY][0]) for n in (0, 1)]
+    assert len({*seeds, ShardStore.open(store).manifest.noise_seed("train")}) == 3, "each run's noise is its own"
     example = next(iter(store_rows(store, with_teacher=False)))
     labels = example.pop("labels")
     assert labels[0] == IGNORED and (labels[1:] != IGNORED).all()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -16,9 +17,10 @@ from shards.codec.protocol import make_codec
 from shards.errors import UsageError
 from shards.noise.gumbel import KeyedPrior
 from shards.noise.philox import PositionKeys
-from tests.trainer.run_cases import LENGTH, VOCAB, draw_weights, quiet, teacher_logits, tokenizer, write_store
-from trainer.distillation import store_rows
-from trainer.dllm_adapter import NoiseMixin, NoiseSamplerMixin, read_noise
+from shards.settings import derive_seed
+from tests.trainer.run_cases import LENGTH, ROWS, VOCAB, draw_weights, quiet, teacher_logits, tokenizer, write_store
+from trainer.distillation import NOISE_KEY, store_rows
+from trainer.dllm_adapter import TAU, NoiseMixin, NoiseSamplerMixin, read_noise
 from trainer.objective.batch import Places
 
 MASK, WIDTH = VOCAB, 16
@@ -32,8 +34,8 @@ def bert(**changes: Any) -> Any:
     return transformers.BertForMaskedLM(transformers.BertConfig(**{**size, **heads, **dropout, **changes})).eval()
 
 
-def prior(places: Places) -> KeyedPrior:
-    return KeyedPrior(PositionKeys(3, places.rows, places.positions), VOCAB)
+def prior(places: Places, seed: int = 3) -> KeyedPrior:
+    return KeyedPrior(PositionKeys(seed, places.rows, places.positions), VOCAB)
 
 
 def some_rows() -> torch.Tensor:
@@ -44,11 +46,12 @@ def some_rows() -> torch.Tensor:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_with_zero_weights_the_model_is_what_it_was(dtype: torch.dtype, store: Path) -> None:
     rows, model = some_rows(), bert().to(dtype)
-    expected = model(rows).logits
+    mask = (torch.arange(LENGTH) < 6).expand_as(rows).long()
+    expected = model(rows, mask).logits
     own = read_noise(model, tokenizer(), store)
     with own.showing(prior):
-        assert torch.equal(model(rows).logits, expected)
-        assert torch.equal(model(input_ids=rows).logits, expected)
+        assert torch.equal(model(rows, mask).logits, expected)
+        assert torch.equal(model(input_ids=rows, attention_mask=mask).logits, expected)
 
 
 @pytest.mark.parametrize("first", [None, 0, 5])
@@ -118,12 +121,12 @@ def test_a_rows_noise_makes_its_tokens_the_teachers_choice(tmp_path: Path, codec
 def test_an_epochs_noise_is_new_if_codecs_draw(tmp_path: Path, codec: str, is_fresh: bool) -> None:
     store = write_store(tmp_path / "store", codec)
     rows = list(store_rows(store, epochs=2))
-    half, by_tokens = len(rows) // 2, lambda row: tuple(row["input_ids"].tolist())
-    again = {by_tokens(row): row for row in rows[half:]}
-    pairs = [(row, again[by_tokens(row)]) for row in rows[:half] if by_tokens(row) in again]
-    first, second = (noise_of(store, tmp_path, list(part)) for part in zip(*pairs, strict=True))
+    keys = {tuple(row["teacher"][NOISE_KEY].tolist()) for row in rows}
+    assert len(keys) == len(rows) / (1 if is_fresh else 2)
+    rows.sort(key=lambda row: row["teacher"][NOISE_KEY][1] % ROWS["train"])
+    first, second = (noise_of(store, tmp_path, rows[turn::2]) for turn in (0, 1))
     assert torch.allclose(first, second, atol=1e-3) != is_fresh
-    assert torch.equal(first, noise_of(store, tmp_path, [row for row, _ in pairs]))
+    assert torch.equal(first, noise_of(store, tmp_path, rows[::2]))
 
 
 def test_a_model_learns_to_read_the_noise_and_is_read_back(store: Path, tmp_path: Path) -> None:
@@ -137,6 +140,7 @@ def test_a_model_learns_to_read_the_noise_and_is_read_back(store: Path, tmp_path
     with own.showing(prior), made.noise_input.showing(prior):
         assert torch.equal(again(rows).logits, made.model.eval()(rows).logits)
     assert own.weight.any()
+    assert noisy(store, tmp_path / "again", again).noise_input is own, "what was learnt goes on"
 
 
 class OnePass:
@@ -160,6 +164,8 @@ def test_a_samples_noise_is_of_the_seed_and_its_index(store: Path) -> None:
     canvas = [0] + [MASK] * (LENGTH - 1)
     four, two = (sampler.sample([canvas] * count, seed=1) for count in (4, 2))
     torch.testing.assert_close(four[:2], two)
+    with own.showing(partial(prior, seed=derive_seed(1, "sampling noise")), TAU):
+        torch.testing.assert_close(model(torch.tensor([canvas] * 2)).logits, two)
     torch.testing.assert_close(sampler.sample([canvas] * 2, seed=1, tau=0.85), two)
     guided = sampler.sample([canvas] * 2, 2, seed=1)  # the same samples, without their prompts
     torch.testing.assert_close(guided[2:], two)

@@ -41,6 +41,7 @@ from trainer.students.folder import open_model
 from trainer.students.registry import AR, BD3LM, Student, StudentSettings
 
 State = dict[str, Any]
+MLP, SHARED = "backbone.blocks.0.mlp.0.weight", torch.zeros(12, 8)
 EMBEDDING, ROTARY = "backbone.vocab_embed.embedding", "backbone.rotary_emb.inv_freq"
 NAMES = ["mdlm-tiny", "mdlm-gumbel-tiny", "bd3lms-tiny", "bd3lms-gumbel-tiny", "ar-tiny"]
 
@@ -105,6 +106,7 @@ def test_ema_of_another_model_is_refused(golden: Path) -> None:
     shadows = checkpoint["ema"]["shadow_params"]
     for ema, words in (
         ({"shadow_params": shadows[:-1]}, "30 tensors"),
+        ({"shadow_params": [*shadows, shadows[0]]}, "32 tensors"),
         ({"shadow_params": shadows[::-1]}, "vocab_embed"),
         (None, "no EMA"),
     ):
@@ -153,8 +155,9 @@ def test_a_file_that_is_not_there_and_a_folder_that_is_taken(tmp_path: Path, gol
         import_checkpoint(tmp_path / "absent.ckpt", tmp_path / "out")
     assert not (tmp_path / "out").exists()
     (tmp_path / "file").touch()
-    with pytest.raises(UsageError, match="taken"):
-        import_checkpoint(golden / "mdlm-tiny.ckpt", tmp_path)
+    for place in (tmp_path, tmp_path / "file"):
+        with pytest.raises(UsageError, match="taken"):
+            import_checkpoint(golden / "mdlm-tiny.ckpt", place)
 
 
 def with_config(golden: Path, name: str, **settings: Any) -> State:
@@ -195,7 +198,7 @@ def test_a_tokenizer_comes_along(golden: Path, tmp_path: Path) -> None:
     fast = PreTrainedTokenizerFast(tokenizer_object=words, bos_token="<s>", eos_token="</s>")
     fast.save_pretrained(tmp_path / "words")
     checkpoint, out = golden / "mdlm-gumbel-tiny.ckpt", tmp_path / "model"
-    import_checkpoint(checkpoint, out, tokenizer=str(tmp_path / "words"))
+    assert call("gdistill-train", "import", checkpoint, out, "--tokenizer", tmp_path / "words") == 0
     model = open_model(out)
     assert model.tokenizer.decode([2, 3]) == "w0 w1" and not model.student.training
     for place in (out, str(out), str(tmp_path)):  # the folder and, as of a run, the one around it
@@ -205,7 +208,9 @@ def test_a_tokenizer_comes_along(golden: Path, tmp_path: Path) -> None:
     assert (model.student.config.bos_token_id, model.student.config.eos_token_id) == (0, 1)
     fast.add_tokens(["another"])
     fast.save_pretrained(tmp_path / "longer")
-    for place, expected in (("longer", "not its tokenizer"), ("absent", "cannot load a tokenizer")):
+    PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel({"a": 0}))).save_pretrained(tmp_path / "less")
+    misfit = "not its tokenizer"
+    for place, expected in (("longer", misfit), ("less", misfit), ("absent", "cannot load a tokenizer")):
         with pytest.raises(UsageError, match=expected):
             import_checkpoint(checkpoint, tmp_path / "out", tokenizer=str(tmp_path / place))
     assert not (tmp_path / "out").exists()
@@ -231,7 +236,7 @@ def test_what_the_config_lacks_must_be_given(
 def small_checkpoint() -> State:
     """Enough of the authors' layout to get as far as the architecture."""
     state = {EMBEDDING: torch.zeros(12, 8), ROTARY: torch.zeros(2)}
-    state["backbone.blocks.0.mlp.0.weight"] = torch.zeros(32, 8)
+    state[MLP] = torch.zeros(32, 8)
     config = {"model": {"length": 8}}
     return {"state_dict": state, "hyper_parameters": {"config": config}, "global_step": 3}
 
@@ -263,6 +268,7 @@ CHECKPOINTS: dict[str, Callable[[State], None]] = {
     "a billion blocks": change_state("backbone.blocks.999999999.mlp.0.weight", torch.zeros(2)),
     "a vocabulary larger than its bytes": change_state(EMBEDDING, torch.zeros(1).expand(10**9, 8)),
     "a sigma weight without axes": change_state("backbone.sigma_map.mlp.0.weight", torch.zeros(())),
+    "weights that share their bytes": lambda c: c["state_dict"].update(dict.fromkeys((EMBEDDING, MLP), SHARED)),
     "a sparse weight": change_state(EMBEDDING, torch.zeros(12, 8).to_sparse()),
     "weights of integers": change_state(EMBEDDING, torch.zeros(12, 8, dtype=torch.int64)),
     "an EMA that is text": change(ema="average"),
@@ -311,10 +317,11 @@ ARCHIVES: dict[str, Callable[[Path], Any]] = {
     "no pickle": with_pickle(b""),
     "a number": with_pickle(pickle.dumps(3, protocol=2)),
     "weights cut short": with_record("/data/", lambda old: old[:5]),
-    "a bomb": with_record("/data/", lambda old: b"\0" * 10**7, zipfile.ZIP_DEFLATED),
+    "a bomb": with_record("/data/", lambda old: b"\0" * 10**4, zipfile.ZIP_DEFLATED),
     "pickles nested without end": with_pickle(b"\x80\x02" + b"(" * 10**5 + b"t" * 10**5 + b"."),
 }
 SAID = {"weights of another model": "DiT", "text": "zip archive", "the first half": "cannot read"}
+SAID |= {"weights that share their bytes": "stored whole", "a row length below one": "does not say its row length"}
 SAID |= {"a bomb": "uncompressed", "a billion blocks": "blocks are missing", "a reference to itself": "does not say"}
 
 

@@ -23,7 +23,7 @@ from shards.atomic import exclusive
 from shards.errors import UsageError
 from tests.trainer.sampling_cases import LENGTH, VOCAB, WORDS, command, read, save, save_models, without_seconds
 from trainer.sampling import command as run_module
-from trainer.sampling.command import SampleRun
+from trainer.sampling.command import SampleRun, files_of_same_run
 from trainer.sampling.given import encode, prompted
 from trainer.sampling.noise import noise_of_rows
 from trainer.sampling.verifier import load_verifier
@@ -81,13 +81,16 @@ def test_files_and_records(models: Path, tmp_path: Path, monkeypatch: Any) -> No
 
 @pytest.mark.parametrize("model", ["mdlm", "plain", "bd3lm", "ar"])
 def test_batch_size_changes_no_sample(model: str, models: Path, tmp_path: Path) -> None:
-    arguments = (models / model, "--num", 7, "--batch-size")
+    settings = ("--min-entropy", 1.7, "--set", "stop.entropy_window=8", "--set", "stop.max_tries=2")
+    redrawn = settings if model == "plain" else ()
+    arguments = (models / model, "--num", 7, *redrawn, "--batch-size")
     one, three, all_seven = (sampled(*arguments, n, out=tmp_path / str(n)) for n in (1, 3, 32))
     assert one == three == all_seven and len(one) == 7
+    assert len({record.get("attempt") for record in one}) == (1 if model != "plain" else 2)
 
 
 def test_batches_fit_what_kernels_can_index(models: Path, tmp_path: Path, monkeypatch: Any) -> None:
-    limit, sizes, draw = 2 * LENGTH * (VOCAB + 1) + 1, [], SampleRun.draw
+    limit, sizes, draw = 3 * LENGTH * (VOCAB + 1) - 1, [], SampleRun.draw
 
     def watched(run: SampleRun, sampler: Any, batch: list[int]) -> Any:
         sizes.append(len(batch))
@@ -101,7 +104,7 @@ def test_batches_fit_what_kernels_can_index(models: Path, tmp_path: Path, monkey
 
 def test_a_curve_writes_one_file_per_nfe(models: Path, tmp_path: Path) -> None:
     arguments = (models / "mdlm", "--num", 3, "--nfe")
-    curve = sampled(*arguments, "1,2,8", out=tmp_path, file="samples-nfe8.jsonl")
+    curve = sampled(*arguments, "8,1,2", out=tmp_path, file="samples-nfe8.jsonl")
     for nfe in (1, 2, 8):
         for record in read(tmp_path / f"samples-nfe{nfe}.jsonl"):
             assert record["settings"]["nfe"] == nfe
@@ -164,11 +167,15 @@ def test_prompts(models: Path, tmp_path: Path) -> None:
     assert len(records) == 64 and settings_of(tmp_path / "a")["row_length"] == 8
     for record in records:
         assert record["tokens"][:4] == [0, 2, 2, 4] and record["num_given"] == 4 and len(record["tokens"]) == 8
-        assert record["text"].startswith("up up left")
+        assert record["text"].startswith("up up left") and "filled" not in record
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("up\n\ndown down\n")
     first, second, again = sampled(*arguments, "--num", 3, "--prompt-file", prompts, out=tmp_path / "b")
     assert first["tokens"][:2] == again["tokens"][:2] == [0, 2] and second["tokens"][:3] == [0, 3, 3]
+    prompts.write_text("up\ndown up\n")
+    words = (*arguments, "--prompt-file", prompts, "--out")
+    assert command(*words, tmp_path / "b") == 2, "another second prompt is another run"
+    assert command(*words, tmp_path / "c") == 0 and len(read(tmp_path / "c" / "samples.jsonl")) == 2
 
 
 @pytest.mark.parametrize(("bos", "first"), [(None, 1), (5, 5)])
@@ -179,9 +186,11 @@ def test_a_row_begins_with_the_models_bos_or_the_prompt_or_eos(
     model = edited(shutil.copytree(models / "mdlm", tmp_path / "model"), bos_token_id=bos)
     (free,) = sampled(model, "--num", 1, out=tmp_path / "free")
     assert free["tokens"][0] == first and len(free["text"].split()) == LENGTH - 1
-    (asked,) = sampled(model, "--num", 1, "--prompt", "up up left", out=tmp_path / "asked")
-    given = [*([] if bos is None else [bos]), 2, 2, 4]
-    assert asked["tokens"][: len(given)] == given and asked["text"].startswith("up up left")
+    given, file = [*([] if bos is None else [bos]), 2, 2, 4], tmp_path / "prompts"
+    file.write_text("up up left")
+    for option, value in (("--prompt", "up up left"), ("--prompt-file", file)):
+        (asked,) = sampled(model, "--num", 1, option, value, out=tmp_path / option)
+        assert asked["tokens"][: len(given)] == given and asked["text"].startswith("up up left")
 
 
 def test_infilling(models: Path, tmp_path: Path) -> None:
@@ -198,6 +207,10 @@ def test_infilling(models: Path, tmp_path: Path) -> None:
     for record, given in zip(records, expected, strict=True):
         pairs = zip(record["tokens"], given, strict=True)
         assert all(theirs is None or ours == theirs for ours, theirs in pairs)
+    file = tmp_path / "out/samples.jsonl"
+    file.with_name("samples.jsonl.partial").write_text("".join(file.read_text().splitlines(keepends=True)[1:]))
+    file.unlink()
+    assert sampled(models / "mdlm", "--infill", rows, out=tmp_path / "out") == records, "those that are missing"
 
 
 @pytest.mark.parametrize("model", ["plain", "bd3lm", "ar"])
@@ -223,7 +236,7 @@ def test_monotonous_samples_are_flagged(models: Path, tmp_path: Path, capsys: An
 
 def test_a_sweep_writes_a_folder_that_describes_itself(models: Path, tmp_path: Path) -> None:
     arguments = (models / "mdlm", "--num", 3, "--nfe", 3, "--seed", 4)
-    sweep = (*arguments, "--sweep", "nucleus_p=0.7,1", "--out", tmp_path)
+    sweep = (*arguments, "--sweep", "nucleus_p = 0.7, 1", "--out", tmp_path)
     assert command(*sweep) == 0
     before = (tmp_path / "nucleus_p=1" / "samples.jsonl").read_bytes()
     for value in ("0.7", "1"):
@@ -268,6 +281,7 @@ OTHER_RUNS = [
     ("bd3lm", {"block_size": 6}, (), "student_config.block_size"),
     ("mdlm", {"codec": {"name": "topk", "parameters": {"num_entries": 4}}}, (), "codec"),
     ("mdlm", {"eos_token_id": 3}, (), "eos_id"),
+    ("mdlm", {"bos_token_id": 3}, (), "bos_id"),
     ("mdlm", {"row_length": 24}, ("--length", LENGTH), "row_length"),
     ("mdlm", {}, ("--nfe", "1,2"), "kind"),
 ]
@@ -285,6 +299,13 @@ def test_what_decides_the_samples_is_another_run(
     assert command(other, *words, *arguments) == 2
     assert f"out: {named}" in capsys.readouterr().err
     assert {name: (out / name).read_bytes() for name in before} == before
+
+
+def test_what_only_one_of_two_versions_knows_is_another_run(tmp_path: Path) -> None:
+    for saved, ours in (({"a": 1}, {}), ({}, {"a": 1})):
+        (tmp_path / "settings.json").write_text(json.dumps({"identity": saved, "files": {}}))
+        with pytest.raises(UsageError, match=": a"):
+            files_of_same_run(tmp_path / "settings.json", ours)
 
 
 def test_another_verifier_is_another_run(models: Path, tmp_path: Path, capsys: Any) -> None:
@@ -323,6 +344,7 @@ def test_what_tolerates_tf32_has_it_and_says_so(models: Path, tmp_path: Path, mo
         settings = settings_of(tmp_path / name)
         assert settings["products"] == ("TF32" if name == "TF32" else "float32")
         assert "products" not in settings["identity"]
+        assert str(models) not in json.dumps(settings)
         said = " ".join(capsys.readouterr().err.split())
         assert ("NVIDIA_TF32_OVERRIDE=0" in said) == (name == "TF32")
     assert asked == ["cpu"] and narrow == [False, False, True]
@@ -394,7 +416,8 @@ def refusal(capsys: pytest.CaptureFixture[str], *arguments: object, code: int = 
         ("ar", "--min-entropy 1", "got 256 tokens for rows of 12"),
         ("bd3lm", "--set stop.max_tries=3", "no sample is redrawn [stop.max_tries]"),
         ("mdlm", "--set stop.entropy_window=8", "no sample is redrawn [stop.entropy_window]"),
-        ("mdlm", "--sweep nucleus_p=0.7,,1", "bad sweep"),
+        *(("mdlm", f"--sweep {text}", "bad sweep") for text in ("nucleus_p=0.7,,1", "=1,2", "nucleus_p")),
+        ("bd3lm", "--sweep nfe=4,2", "at least 3"),
         ("mdlm", "--sweep decision=argmax,Argmax", "a value is named twice"),
         ("mdlm", "--sweep nukleus_p=0.7", "did you mean 'nucleus_p'"),
         ("mdlm", "--sweep tau=1,2 --tau 3", "named beside the sweep"),
@@ -406,7 +429,7 @@ def refusal(capsys: pytest.CaptureFixture[str], *arguments: object, code: int = 
         ("mdlm", "--length 1", "nothing to fill [--length]"),
         ("mdlm", "--prompt " + "up," * (LENGTH - 1), f"longer than the row [prompt 0]; got {LENGTH} tokens with bos"),
         ("mdlm", "--prompt \udcff", "not UTF-8"),
-        ("mdlm", "--prompt up --prompt-file x", "exclude each other"),
+        *(("mdlm", f"--prompt up --{name} x", "exclude each other") for name in ("prompt-file", "infill")),
         ("mdlm", "--prompt-file absent.txt", "cannot read"),
         ("mdlm", "--infill absent.jsonl", "cannot read"),
         ("mdlm", "--infill x --length 8", "exclude each other [--infill, --length]"),
@@ -513,7 +536,7 @@ def test_verifiers_that_cannot_be_judged_are_refused(models: Path, tmp_path: Pat
         ("samples.jsonl", '{"index": 0}\n{"ind\n{"index": 2}\n', 1, "samples.jsonl:2"),
         # Rows of different lengths are not drawn in order: one sample may be the fifth.
         ("samples.jsonl.partial", '{"index": 4}\n', 2, "got --num 2; expected at least 5"),
-        ("settings.json", "{", 1, "damaged settings"),
+        *(("settings.json", text, 1, "damaged settings") for text in ("{", "[]")),
     ],
 )
 def test_a_damaged_folder_of_samples_is_left_as_it_is(
@@ -523,12 +546,13 @@ def test_a_damaged_folder_of_samples_is_left_as_it_is(
     arguments = (models / "mdlm", "--num", 2, "--nfe", 2, "--out", tmp_path)
     assert message in refusal(capsys, *arguments, code=code)
     assert (tmp_path / file).read_text() == text
+    assert (tmp_path / "settings.json").exists() == (file == "settings.json")
 
 
 def test_a_folder_that_cannot_be_written_is_named(models: Path, tmp_path: Path, capsys) -> None:
     (tmp_path / "file").write_text("")
     error = refusal(capsys, models / "mdlm", "--out", tmp_path / "file" / "out")
-    assert error.startswith("error: cannot write there")
+    assert error.startswith(f"error: cannot write there [{tmp_path / 'file'}")
     (tmp_path / "settings.json").mkdir()
     error = refusal(capsys, models / "mdlm", "--num", 2, "--out", tmp_path)
     assert error.startswith("error: cannot write there")

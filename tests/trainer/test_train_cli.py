@@ -51,10 +51,10 @@ def test_a_run_by_command(store: Path, config: Path, tmp_path: Path, capsys: Cap
     extracted.mkdir()
     (extracted / "store").symlink_to(store)
     words = ("run", "--store", extracted, "--config", config, "--conditioning", "none")
-    words = (*words, "--out", out, "--set", "training.num_steps=8", "--kd", "token")
+    words = (*words, "--preset", "tiny", "--out", out, "--set", "training.num_steps=8", "--kd", "token")
     assert call("gdistill-train", *words) == 0
     resolved = json.loads((out / "config.json").read_text())
-    assert resolved["model"]["kd"]["kind"] == "token"
+    assert (resolved["model"]["kd"]["kind"], resolved["model"]["hidden_size"]) == ("token", 16)
     assert (resolved["training"]["num_steps"], resolved["model"]["conditioning"]) == (8, "none")
     lines = capsys.readouterr().err.splitlines()
     assert lines[0].startswith("mdlm, conditioning none, ") and " parameters; 8 steps" in lines[0]
@@ -63,6 +63,9 @@ def test_a_run_by_command(store: Path, config: Path, tmp_path: Path, capsys: Cap
     assert lines[-2:] == [f"wrote {out / 'model'}", next_line]
     progress = next(line for line in lines if line.startswith("train mdlm"))
     assert "weighted loss" in progress, "no number stands beside one of another kind unnamed"
+    rows = map(json.loads, (out / "metrics.jsonl").read_text().splitlines())
+    scores = [row for row in rows if row["kind"] == "validation"]
+    assert f"validation {scores[0]['nll_nats']:.3f} nats/token" in progress and not scores[0]["conditional"]
 
 
 RUN, TWO = ["run", "--config", "CONFIG"], ["two-stage"]
@@ -162,7 +165,7 @@ def test_sigterm_then_kill_9_then_the_same_as_uninterrupted(store: Path, tmp_pat
 TINY: dict[str, Any] = {
     "model": {**read_preset("tiny"), "hidden_size": 16, "num_heads": 2},
     "training": {"num_steps": 20, "global_batch_size": 4, "trackers": []},
-    "optimization": {"learning_rate": 1e-3, "warmup_steps": 7},
+    "optimization": {"learning_rate": 1e-3, "warmup_steps": 7, "schedule": "constant"},
 }
 
 
@@ -199,9 +202,10 @@ A_USERS_GO_BEFORE = {
     "optimization.schedule": ["constant", "constant"],
     "training.num_steps": [40, 40],
     "training.num_noise_draws": [None, 2],
+    "optimization.warmup_steps": [1, 1],
 }
 OVERRIDES = ["seed=3", "model.diffusion.max_loss_weight=5.0", "model.noise.layers=[2]"]
-OVERRIDES += ["optimization.schedule=constant", "training.num_steps=40"]
+OVERRIDES += ["optimization.schedule=constant", "training.num_steps=40", "optimization.warmup_steps=1"]
 PARTS = [
     ("mdlm", [], AS_MANY_STEPS),
     ("bd3lm", ["model.block_size=2", "model.noise.prior_weight=0.5"], BLOCKS_BEGIN_AS_A_WHOLE_ROW),
@@ -218,13 +222,15 @@ def test_settings_of_parts(store: Path, student: str, overrides: list[str], expe
 
 def test_a_users_file_goes_before_the_recipe_and_epochs_are_counted_in_steps(store: Path) -> None:
     """Ten epochs of 40 rows in batches of 4 are 100 steps, and 100 with noise."""
-    own = {"model": {"noise": {"prior_weight": 0.5}, "diffusion": {"max_loss_weight": 3.0}}}
+    own = {"seed": 4, "model": {"noise": {"prior_weight": 0.5}}}
     preset = {**TINY, "training": {"num_epochs": 10, "global_batch_size": 4, "trackers": []}}
+    preset["model"] = {**TINY["model"], "diffusion": {"max_loss_weight": 9.0}}
     found = two_stage.two_stage_parts("mdlm", ShardStore.open(store), preset, [own])
     assert both(found, "training.num_steps") == [None, 100]
     assert found[1].training.num_epochs is None
     assert both(found, "model.noise.prior_weight") == [0.0, 0.5]
-    assert both(found, "model.diffusion.max_loss_weight") == [3.0, 3.0]
+    assert both(found, "model.diffusion.max_loss_weight") == [1.0, 1.0]
+    assert both(found, "seed") == [4, 4]
 
 
 def test_noise_layers_and_both_parts_of_every_preset(store: Path) -> None:
@@ -234,7 +240,7 @@ def test_noise_layers_and_both_parts_of_every_preset(store: Path) -> None:
     assert two_stage.noise_layers_of(1, 4096)["layers"] == [1]
     for preset, student in product(("tiny", "small", "medium", "maze"), ("mdlm", "bd3lm")):
         plain, noise = two_stage.two_stage_parts(student, ShardStore.open(store), read_recipe(preset))
-        assert noise.model.num_layers == plain.model.num_layers
+        assert noise.model.noise.layers == tuple(range(1, plain.model.num_layers + 1))
 
 
 def test_the_command_trains_both_and_goes_on(store: Path, tmp_path: Path, capsys: Capsys) -> None:
@@ -250,6 +256,7 @@ def test_the_command_trains_both_and_goes_on(store: Path, tmp_path: Path, capsys
     assert [part.split()[-1] for part in status_text(run).split("\n\n")] == ["True", "True"]
     config = json.loads((run / "config.json").read_text())
     assert config["model"]["hidden_size"] == 16 and config["training"]["num_steps"] == 3
+    assert config["model"]["num_layers"] == 2, "as preset tiny has it"
     places = (run / "plain/model/student.json", run / "model/student.json")
     plain, noisy = (json.loads(place.read_text()) for place in places)
     assert plain["step"] == noisy["step"] == 3

@@ -91,7 +91,7 @@ def sampler_variants(
         sweep: ``key=value,value,...``.
         budgets: Of each file, ``{"nfe": 8}`` say; an empty one leaves the sampler's own.
     """
-    name, settings = (name or student.default_sampler).replace("-", "_"), {}
+    name, settings = name or student.default_sampler, {}
     for path, value in ((key.split("."), value) for key, value in options.items()):
         settings = merge(settings, nested(path, value))
     for text in overrides:
@@ -99,15 +99,15 @@ def sampler_variants(
     variants: dict[str, dict[str, Any]] = {"": {}}
     if sweep is not None:
         key, _, listed = sweep.partition("=")
-        values = [value.strip() for value in listed.split(",")]
-        if not key.strip() or not all(values):
+        key, *values = (word.strip() for word in (key, *listed.split(",")))
+        if not (key and all(values)):
             expected = "a setting and its values, nucleus_p=0.7,0.8,0.9"
             raise UsageError("bad sweep", where="--sweep", got=sweep, expected=expected)
         if len(set(map(str.lower, values))) < len(values):
             raise UsageError("a value is named twice", where="--sweep", got=sweep)
         if key in flatten(settings) or key in budgets[0]:
             raise UsageError("named beside the sweep", where=f"--sweep {key}", got={**settings, **budgets[0]})
-        variants = {text: nested(*parse_override(text)) for text in (f"{key.strip()}={value}" for value in values)}
+        variants = {text: nested(*parse_override(text)) for text in (f"{key}={value}" for value in values)}
     for folder, change in variants.items():
         samplers = {}
         for budget in budgets:

@@ -143,7 +143,7 @@ class Trainer:
         self.window = StepWindow()
         self.metrics: MetricsFile | None = None
         self.stop = StopRequest(signal.SIGTERM, signal.SIGINT)
-        self.step, self.saved_step = 0, -1
+        self.step, self.makes_ahead = 0, device.type == "cuda"
         self.validation: dict[str, Any] | None = None
 
     def _say(self, text: str) -> None:
@@ -210,7 +210,7 @@ class Trainer:
         for group in self.optimizer.param_groups:
             group["lr"] = config.rate_at(self.step, self.num_steps)
         losses = self._backward(batch)
-        if self.accelerator.device.type == "cuda" and self.step + 1 < self.num_steps:
+        if self.makes_ahead and self.step + 1 < self.num_steps:
             # The next batch is made while the device is still at this one; a checkpoint begins with it.
             place = self.stream.state_dict()
             self._coming = self.make_batch(next(self._source)), place
@@ -322,8 +322,6 @@ class Trainer:
         self._write(VALIDATION, values)
 
     def _save(self) -> None:
-        if self.step == self.saved_step:
-            return
         if self.metrics is not None:
             self.metrics.sync()
         place = self._coming[1] if self._coming else self.stream.state_dict()
@@ -331,7 +329,6 @@ class Trainer:
         state["window"] = self.window.state_dict()
         with self.window.paused():
             self.checkpoints.save(self.step, self.trainee, state, self.accelerator)
-        self.saved_step = self.step
 
     def _resume(self) -> None:
         step = max(self.checkpoints.steps(), default=None)
@@ -349,7 +346,7 @@ class Trainer:
         self.identity, self.validation = state.run, state.validation
         self.stream.load_state_dict(state.stream)
         self.window = StepWindow(**state.window)  # type: ignore[arg-type]
-        self.step = self.saved_step = state.step
+        self.step = state.step
 
 
 class FirstRows:
@@ -487,7 +484,7 @@ class StepWindow:
     norm_sum: float = 0.0
     num_tokens: int = 0
     num_masked: int = 0
-    _started: float = field(default_factory=time.monotonic)
+    _started: float = field(default_factory=lambda: time.monotonic())
     _timed_tokens: int = 0
 
     def add(self, loss: float, norm: float, num_tokens: int, num_masked: int) -> None:

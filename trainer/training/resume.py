@@ -64,7 +64,7 @@ def resumed(folder: Path, config: RunConfig, identity: Mapping[str, Any], traine
     except NOT_A_STATE as error:
         raise _unreadable(folder, error) from error
     restore(trainee, folder, state.ema_num_updates)
-    return replace(state, run=run, sha256=None)
+    return replace(state, run=run)
 
 
 def read_state(folder: Path) -> State:

@@ -88,7 +88,7 @@ class OptimizationConfig:
             return self.learning_rate * (step + 1) / self.warmup_steps
         if self.schedule == "constant":
             return self.learning_rate
-        progress = min(1.0, (step - self.warmup_steps) / max(1, num_steps - 1 - self.warmup_steps))
+        progress = (step - self.warmup_steps) / max(1, num_steps - 1 - self.warmup_steps)
         return self.learning_rate * 0.5 * (1 + math.cos(math.pi * progress))
 
 

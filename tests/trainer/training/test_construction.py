@@ -21,6 +21,7 @@ from tests.trainer.run_cases import LENGTH, VOCAB, next_batch, student_of, tiny_
 from trainer.students.folder import read_model
 from trainer.students.registry import BD3LM
 from trainer.training.loop import train
+from trainer.training.settings import build_student
 
 PLAIN = {"model__conditioning": "none"}
 SEQUENCE, TOKEN = {"model__kd__kind": "sequence"}, {"model__kd__kind": "token"}
@@ -63,8 +64,10 @@ def test_refused_settings(store: Path, settings: dict[str, Any], message: str) -
 @pytest.mark.parametrize("codec", ["seeded", "topk", "quantized", "full"])
 def test_a_frozen_draw_is_no_teacher(tmp_path: Path, codec: str) -> None:
     store = write_store(tmp_path / "store", codec)
-    with pytest.raises(UsageError, match=rf"one draw of the noise.*{codec}.*posterior or hidden"):
-        student_of(store, **TOKEN)
+    draws = {"training__num_noise_draws": 2}
+    for settings, message in ((TOKEN, rf"one draw of the noise.*{codec}.*posterior or hidden"), (draws, "no draws")):
+        with pytest.raises(UsageError, match=message):
+            student_of(store, **settings)
 
 
 def test_a_student_takes_the_stores_shape_ends_and_unigram(store: Path) -> None:
@@ -76,6 +79,10 @@ def test_a_student_takes_the_stores_shape_ends_and_unigram(store: Path) -> None:
     assert student.conditioner is not None and student.conditioner.unigram_log_probs is not None
     expected = torch.full((VOCAB,), -math.log(VOCAB))
     torch.testing.assert_close(student.conditioner.unigram_log_probs, expected)
+    opened = ShardStore.open(store)
+    opened.resources.clear()
+    with pytest.raises(UsageError, match=r"no corpus unigram \[model.noise.prior_weight\]"):
+        build_student(tiny_run(model__noise__prior_weight=1.0), opened, None)
 
 
 def test_initial_weights_depend_on_the_run_seed_alone(store: Path) -> None:
@@ -116,6 +123,7 @@ def test_init_from_takes_the_weights_to_another_block_size(store: Path, finished
     assert isinstance(student, BD3LM) and student.num_blocks == 4 and student.clips == (0.2, 1.0)
     saved = load_file(finished / "model" / "model.safetensors")
     assert all(torch.equal(parameter, saved[n]) for n, parameter in student.named_parameters())
+    assert student.conditioner is not None and student.conditioner.unigram_log_probs is not None
 
 
 @pytest.mark.parametrize(
@@ -128,6 +136,7 @@ def test_noise_added_to_a_student_that_has_seen_none_begins_silent_and_learns(
     settings = {f"model__noise__{name}": value for name, value in noise.items()}
     student = student_of(store, plain, model__noise__injection="add", **settings)
     batch = next_batch(trainer_of(store, tmp_path / "run")[0])
+    assert next_batch(trainer_of(store, tmp_path / "none", **PLAIN)[0]).noise is None, "which nobody reads there"
     output, source = student.loss(batch), read_model(plain / "model").train()
     assert torch.equal(output.loss, source.loss(replace(batch, noise=None)).loss)
     output.loss.backward()

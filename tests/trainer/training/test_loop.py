@@ -9,19 +9,23 @@ import copy
 import json
 import math
 import shutil
+import time
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+from accelerate import Accelerator
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModel
 
 from shards.atomic import exclusive
-from shards.errors import GdistillError, UsageError
+from shards.errors import GdistillError, IntegrityError, UsageError
 from shards.stream.stream import RowBatch
 from tests.trainer.run_cases import LENGTH, VOCAB, next_batch, tiny_run, trainer_of, write_store
 from trainer.objective.batch import Batch, StoredRowNoise
@@ -91,12 +95,16 @@ def test_validation_repeats_itself_and_leaves_training_alone(store: Path, tmp_pa
         ("training__micro_batch_size", 3, 10),
         ("model__diffusion__min_time", 0.5, 10),
         ("training__num_validation_rows", 5, 5),
+        ("training__num_validation_rows", 50, 10),
     ):
         trainer, validator = trainer_of(store, tmp_path / name, **{name: value})
         score = validator.score(trainer.module, trainer.student)
         assert score["num_tokens"] == rows * (LENGTH - 1)
         same = score["nll_nats"] == pytest.approx(first["nll_nats"], rel=1e-6)
         assert same == (rows == 10)
+    far = SimpleNamespace(nll_sum=torch.tensor(8000.0), num_tokens=10)
+    with mock.patch.object(validator, "_outputs", return_value=[far]):
+        assert validator.score(trainer.module, trainer.student)["perplexity"] == math.exp(700), "and not too large"
 
 
 def test_clips_are_searched_at_validation(store: Path, tmp_path: Path) -> None:
@@ -109,9 +117,10 @@ def test_clips_are_searched_at_validation(store: Path, tmp_path: Path) -> None:
     torch.testing.assert_close(trainer.student.time_bounds, chosen)
     saved = load_file(tmp_path / "run" / "model" / "model.safetensors")["time_bounds"]
     torch.testing.assert_close(saved, chosen)
-    without = write_store(tmp_path / "store", splits={"train": 8}, rows_per_shard=8)
-    with pytest.raises(UsageError, match=r"needs validation rows.*search_schedule"):
-        train(tiny_run(**SEARCH), without, tmp_path / "search")
+    for number, splits in enumerate(({"train": 8}, {"train": 8, "validation": 0})):
+        without = write_store(tmp_path / str(number), splits=splits, rows_per_shard=8)
+        with pytest.raises(UsageError, match=r"needs validation rows.*search_schedule"):
+            train(tiny_run(**SEARCH), without, tmp_path / "search")
 
 
 def test_a_validation_that_is_not_finite_ends_the_run(store: Path, tmp_path: Path) -> None:
@@ -129,6 +138,7 @@ def test_a_validation_that_is_not_finite_ends_the_run(store: Path, tmp_path: Pat
     with pytest.raises(GdistillError, match=r"validation loss is not finite.*nan nats"):
         trainer.run()
     assert "NaN" not in (tmp_path / "run" / "metrics.jsonl").read_text()
+    assert all(bool(weight.isfinite().all()) for weight in trainer.parameters), "the averages are out of the model"
 
 
 def steps(store: Path, out: Path, num: int, init_from: Path | None) -> bool:
@@ -170,6 +180,10 @@ def test_runs_that_remember_a_place_alone(store: Path, finished: Path, tmp_path:
     with pytest.raises(UsageError, match=r"other weights.*expected .*first \(weights not known\)"):
         steps(store, out, 3, finished)
     assert steps(store, out, 3, first)
+    state = out / "checkpoints/step-00000003/state.json"
+    state.write_text(json.dumps({**json.loads(state.read_text()), "run": 3, "sha256": None}))
+    with pytest.raises(IntegrityError, match=r"unreadable checkpoint.*state\.json"):
+        steps(store, out, 4, first)
 
 
 def test_nan_loss_names_its_rows_and_keeps_the_last_checkpoint(store: Path, tmp_path: Path) -> None:
@@ -211,6 +225,29 @@ def test_a_gradient_that_is_not_finite_reaches_no_weight(
     assert more == f"{trainer.config.training.global_batch_size - 4} more"
     assert [*map(int, rows.split(", "))] == sorted(map(int, rows.split(", "))) and rows.count(",") == 3
     assert all(torch.equal(before[n], w) for n, w in trainer.student.state_dict().items())
+
+
+def test_rates_are_of_training_alone_and_lines_are_safe_before_a_checkpoint(
+    store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What comes before the first step, a validation and a checkpoint take 1,000 seconds each here."""
+    real, spent, order = time.monotonic, [0.0], []
+    monkeypatch.setattr(time, "monotonic", lambda: real() + spent[0])
+    monkeypatch.setattr(loop.MetricsFile, "sync", lambda _: order.append("sync"))
+    every = {f"training__{what}_every_steps": 1 for what in ("validate", "checkpoint")}
+    trainer, _ = trainer_of(store, tmp_path / "run", **every, training__num_steps=3)
+
+    def slowly(work: Any, *given: Any) -> Any:
+        order.append(work.__name__)
+        spent[0] += 1000
+        return work(*given)
+
+    trainer._validate = partial(slowly, trainer._validate)  # type: ignore[method-assign]
+    trainer.checkpoints.save = partial(slowly, trainer.checkpoints.save)  # type: ignore[method-assign]
+    spent[0] += 1000
+    assert trainer.run()
+    assert all(line["seconds"] < 1000 for line in read_metrics(tmp_path / "run", "train"))
+    assert order == 3 * ["_validate", "sync", "save"] + ["sync"]
 
 
 def test_a_folder_takes_one_run_at_a_time_and_no_file_is_one(store: Path, tmp_path: Path) -> None:
@@ -292,15 +329,17 @@ def test_steps_are_those_of_plain_torch(store: Path, tmp_path: Path, monkeypatch
     assert moved > 1e-2
 
 
-def at_a_standstill(store: Path, out: Path, dropout: float = 0.5, seed: int = 0) -> list[float]:
-    """Losses of three steps over one batch whose learning rate is all but zero; ``seed`` is that of dropout alone."""
+def at_a_standstill(store: Path, out: Path, dropout: float = 0.5, seed: int = 0, rank: int = 0) -> list[float]:
+    """Losses of three steps over one batch whose learning rate is all but zero; ``seed`` and ``rank`` are those of
+    dropout alone."""
     still = {"optimization__learning_rate": "1e-30", "training__num_steps": 3}
     trainer, _ = make_trainer(store, out, **still, model__dropout=dropout)
     batch, losses = next_batch(trainer), []
     trainer.config = replace(trainer.config, seed=seed)
     for _ in range(3):
         before = trainer.window.loss_sum
-        trainer.advance(batch)
+        with mock.patch.object(Accelerator, "process_index", rank):
+            trainer.advance(batch)
         losses.append(trainer.window.loss_sum - before)
     return losses
 
@@ -311,7 +350,8 @@ def test_dropout_draws_anew_at_every_step_and_by_the_seed(store: Path, tmp_path:
     assert len(set(losses)) == 3
     torch.manual_seed(123)
     assert at_a_standstill(store, tmp_path / "b") == losses
-    assert at_a_standstill(store, tmp_path / "c", seed=1)[0] != losses[0]
+    for other in ({"seed": 1}, {"rank": 1}):
+        assert at_a_standstill(store, tmp_path / "c", **other)[0] != losses[0]
     without = at_a_standstill(store, tmp_path / "d", dropout=0.0)
     assert without == pytest.approx([without[0]] * 3, rel=1e-12)
 
@@ -344,6 +384,15 @@ def test_validation_is_of_the_averaged_weights_without_dropout(store: Path, tmp_
     assert trainer.validation == averaged and averaged["nll_nats"] != raw["nll_nats"]
     assert trainer.student.training
 
+    def full(*_: Any) -> None:
+        raise OSError(28, "no space left")
+
+    trainer.metrics.write = full  # type: ignore[union-attr]
+    with pytest.raises(GdistillError, match=r"cannot write \[.*metrics\.jsonl\]; got no space left"):
+        trainer._validate(validator)
+    with mock.patch.object(Accelerator, "num_processes", 11), pytest.raises(UsageError, match="too few validation"):
+        Validator(trainer.config, trainer.store, trainer.accelerator, True)
+
 
 def test_validation_draws_are_none_of_trainings(store: Path, tmp_path: Path) -> None:
     """Row 0 of the one split is not masked as row 0 of the other."""
@@ -352,17 +401,30 @@ def test_validation_draws_are_none_of_trainings(store: Path, tmp_path: Path) -> 
     as_in_training = replace(batch, seed=trainer.config.seed)
     masks = [corrupt(rows, settings, 1, FULL).mask for rows in (batch, as_in_training)]
     assert not torch.equal(*masks)
+    of_another_run = trainer_of(store, tmp_path / "other", seed=1)[1]
+    assert next(of_another_run._batches()).seed != batch.seed
 
 
 def test_clips_are_searched_each_under_its_own(store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     trainer, validator = make_trainer(store, tmp_path / "run", **SEARCH)
     seen: dict[Any, Any] = {}
+    few = (FULL, (0.5, 1.0), (0.2, 0.7), (0.05, 0.55))
+    monkeypatch.setattr(loop, "candidates", lambda: few)
     monkeypatch.setattr(loop, "best_clips", lambda losses: seen.update(losses) or (0.5, 1.0))
-    validator.search_clips(trainer.module, trainer.student)
+    for most in (1, 2):
+        monkeypatch.setattr(loop, "MAX_BATCHES", most)
+        validator.search_clips(trainer.module, trainer.student)
+        assert {len(losses) for losses in seen.values()} == {most}
     batch = next(validator._batches())
-    for clips in ((1e-3, 1.0), (0.5, 1.0), (0.2, 0.7)):
+    for clips in few:
         with torch.no_grad():
             expected = trainer.student.loss(batch, time_bounds=clips).block_nlls
         torch.testing.assert_close(seen[clips][0], expected, rtol=1e-5, atol=1e-6)
     first = [values[0] for values in seen.values()]
     assert not any(torch.equal(first[0], other) for other in first[1:])
+    for resample in ("true", "false"):
+        own = {"model__block_size": 1, "model__diffusion__resample": resample}
+        trainer, validator = make_trainer(store, tmp_path / resample, **{**SEARCH, **own})
+        seen.clear()
+        validator.search_clips(trainer.module, trainer.student)
+        assert ((0.05, 0.55) in seen) == (resample == "false"), "no block of one token is half masked"

@@ -91,10 +91,11 @@ def train_line(step: int, rate: float, loss: float = 3.0) -> dict[str, Any]:
 
 def test_a_run_at_work(tmp_path: Path) -> None:
     lines = [train_line(100, 10.0), {"kind": "validation", "step": 200, "nll_nats": 2.5}]
-    out = run_folder(tmp_path / "out", *lines, train_line(250, 320.0, 2.75), tail='{"kind": "tr')
-    for step in ("step-00000100", "step-00000200", ".writing-step-00000250"):
-        (out / "checkpoints" / step).mkdir(parents=True)
-        (out / "checkpoints" / step / "state.json").touch()
+    out = run_folder(tmp_path / "out", *lines, train_line(250, 320.0, 2.75), tail='3\n{}\n{"kind": "tr')
+    whole = ("step-00000100", "step-00000200", ".writing-step-00000250", "00000300", "step-new")
+    for file in (*(f"{name}/state.json" for name in whole), "step-00000400/weights.safetensors"):
+        (out / "checkpoints" / file).parent.mkdir(parents=True)
+        (out / "checkpoints" / file).touch()
     with exclusive(out):
         text = status_text(out, now=5042.0)
     # 64 tokens a step at 320 tokens a second: 5 steps a second, 750 to go.
@@ -119,6 +120,9 @@ def test_a_run_that_died_one_before_its_first_line_and_none(tmp_path: Path, monk
     assert died["is_running"] is False and died["seconds_since_line"] == 3600 and died["checkpoint_step"] is None
     begun = run_folder(tmp_path / "begun")
     assert run_status(begun)["eta_seconds"] is None and "step" not in status_text(begun)
+    assert run_status(begun, now=4990.0)["seconds_since_line"] == 0, "by another machine's clock"
+    (begun / "metrics.jsonl").unlink()
+    assert run_status(begun)["seconds_since_line"] is None
     monkeypatch.setattr("trainer.training.status.is_held", lambda _: None)  # a file system without locks
     assert run_status(begun)["is_running"] is None
     for content in (None, "{", "[]", '{"student": "mdlm"}'):
@@ -146,13 +150,17 @@ def test_both_parts_are_seen(tmp_path: Path, capsys: pytest.CaptureFixture[str])
 def test_a_real_run_and_a_longer_one_after_it(tmp_path: Path, finished: Path) -> None:
     out = shutil.copytree(finished, tmp_path / "out")
     status = run_status(out)
-    assert status["is_finished"] and status["is_running"] is False
+    assert status["is_finished"] and status["is_running"] is False and status["eta_seconds"] is None
     steps = ("step", "num_steps", "checkpoint_step", "validation_step")
     assert [status[name] for name in steps] == [10] * 4
     assert status["tokens_per_second"] / status["steps_per_second"] == pytest.approx(8 * LENGTH)
     lines = (out / "metrics.jsonl").read_text().replace('"num_steps": 10', '"num_steps": 20')
     (out / "metrics.jsonl").write_text(lines)
     assert not run_status(out)["is_finished"], "the model there is that of the shorter run"
+    shutil.copy(finished / "metrics.jsonl", out)
+    assert run_status(out)["is_finished"]
+    (out / "model" / "config.json").unlink()
+    assert not run_status(out)["is_finished"], "its model is still to be written"
 
 
 # Weights & Biases: refused where it is not installed, and one run there for one run here.
@@ -165,15 +173,19 @@ def test_a_resumed_run_is_the_same_one_there(store: Path, tmp_path: Path, monkey
     monkeypatch.setitem(sys.modules, "wandb", wandb)
     # Accelerate looks once, when it is imported.
     monkeypatch.setattr("accelerate.tracking._available_trackers", [LoggerType.WANDB, LoggerType.TENSORBOARD])
-    trackers = {"training__trackers": '["wandb", "tensorboard"]'}
-    for steps, out in ((4, "out"), (10, "out"), (1, "other")):
-        assert train(tiny_run(training__num_steps=steps, **trackers), store, tmp_path / out)
+    changes = {"training__trackers": '["wandb", "tensorboard"]', "training__checkpoint_every_steps": 3}
+    for steps, out in ((4, tmp_path / "out"), (10, tmp_path / "out"), (1, Path("."))):
+        assert train(tiny_run(training__num_steps=steps, **changes), store, out)
+        shutil.rmtree(out / "checkpoints/step-00000004", ignore_errors=True)  # as of a run that was killed
+        (tmp_path / "other").mkdir(exist_ok=True)
+        monkeypatch.chdir(tmp_path / "other")
     events = EventAccumulator(str(tmp_path / "out" / "tensorboard" / "gdistill")).Reload()
-    assert [event.step for event in events.Scalars("train/loss")] == [1, 3, 4, 6, 9, 10]
+    assert [event.step for event in events.Scalars("train/loss")] == [1, 3, 6, 9, 10]
     started = [call.kwargs for call in wandb.init.call_args_list]
     assert started[0] == started[1] and started[2]["id"] != started[0]["id"]
-    assert started[0]["project"] == "gdistill" and started[0]["resume"] == "allow" and started[0]["name"] == "out"
-    logged = [call for call in wandb.init.return_value.log.call_args_list if "train/loss" in call.args[0]]
+    assert started[0]["project"] == "gdistill" and started[0]["resume"] == "allow"
+    assert [kwargs["name"] for kwargs in started] == ["out", "out", "other"]
+    logged = [call for call in wandb.init.return_value.log.call_args_list if "train/num_tokens" in call.args[0]]
     assert [call.kwargs["step"] for call in logged] == [1, 3, 4, 6, 9, 10, 1]
     wandb.init.side_effect = RuntimeError("api_key not configured\nsee the manual")
     with pytest.raises(GdistillError, match=r"does not start.*api_key not configured") as caught:

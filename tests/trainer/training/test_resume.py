@@ -8,10 +8,12 @@ from __future__ import annotations
 import json
 import os
 import resource
+import shutil
 import signal
 from itertools import product
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -38,9 +40,12 @@ def demanding_run(**changes: Any) -> RunConfig:
     return tiny_run({"student": "bd3lm", **parts}, **changes)
 
 
-def run_with_signal(config: RunConfig, store: Path, out: Path, at_step: int, number: int = signal.SIGTERM) -> bool:
+def run_with_signal(
+    config: RunConfig, store: Path, out: Path, at_step: int, number: int = signal.SIGTERM, makes_ahead: bool = False
+) -> bool:
     """Train; this process gets the signal while it works on step ``at_step`` + 1."""
     trainer = Trainer(config, ShardStore.open(store), out)
+    trainer.makes_ahead = makes_ahead
     report = trainer._report
 
     def report_and_signal(*arguments: Any) -> None:
@@ -55,6 +60,12 @@ def run_with_signal(config: RunConfig, store: Path, out: Path, at_step: int, num
         return False
 
 
+class Ahead(str):
+    """A device where the next batch is made while it works: as a GPU is told, and here the CPU."""
+
+    type = "cuda"
+
+
 @pytest.fixture(scope="module")
 def uninterrupted(store: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("uninterrupted") / "run"
@@ -62,13 +73,19 @@ def uninterrupted(store: Path, tmp_path_factory: pytest.TempPathFactory) -> Path
     return out
 
 
-def test_two_interruptions_change_nothing(store: Path, uninterrupted: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("makes_ahead", [False, True])
+def test_two_interruptions_change_nothing(
+    makes_ahead: bool, store: Path, uninterrupted: Path, tmp_path: Path, capsys: Any
+) -> None:
+    """Nor does a batch that is made while the device, a GPU, is at the one before it."""
     out = tmp_path / "run"
-    assert not run_with_signal(demanding_run(), store, out, 2)
+    assert not run_with_signal(demanding_run(), store, out, 2, makes_ahead=makes_ahead)
     assert not (out / "model").exists()
-    assert not run_with_signal(demanding_run(), store, out, 9)
-    assert train(demanding_run(), store, out)
+    assert not run_with_signal(demanding_run(), store, out, 9, makes_ahead=makes_ahead)
+    assert run_with_signal(demanding_run(), store, out, 99, makes_ahead=makes_ahead)
     assert_same_run(out, uninterrupted)
+    begun = [line for line in capsys.readouterr().err.splitlines() if line.startswith("bd3lm, ")]
+    assert [line.partition(" tokens in all")[2] for line in begun] == ["", ", from step 3 on", ", from step 10 on"]
 
 
 def test_a_power_cut_changes_nothing(store: Path, uninterrupted: Path, tmp_path: Path) -> None:
@@ -126,9 +143,13 @@ def test_another_run_is_named(store: Path, stopped: Path, tmp_path: Path) -> Non
             train(tiny_run(**{field.replace(".", "__"): new}), store, stopped)
         assert (caught.value.where, caught.value.got) == (field, new)
         assert caught.value.expected.startswith(old)
-    other = write_store(tmp_path / "other", teacher={"id": "trigram", "weights_sha256": "0" * 64})
-    with pytest.raises(UsageError, match=r"store\.teacher\.id.*trigram.*bigram"):
-        train(tiny_run(), other, stopped)
+    for changes, message in (
+        ({"teacher": {"id": "trigram", "weights_sha256": "0" * 64}}, r"store\.teacher\.id.*trigram.*bigram"),
+        ({"files": {"tokenizer/vocab.txt": b"b a"}}, r"another setting.*\[store\.sha256\]"),
+    ):
+        other = write_store(tmp_path / message[:9], **changes)
+        with pytest.raises(UsageError, match=message):
+            train(tiny_run(), other, stopped)
 
 
 def test_how_a_run_is_carried_out_may_change(store: Path, stopped: Path) -> None:
@@ -179,10 +200,12 @@ def names(folder: Path) -> set[str]:
 @pytest.mark.parametrize("reverse", [False, True])
 def test_everything_comes_back_by_name_and_goes_on(folder: CheckpointFolder, reverse: bool) -> None:
     saved, other = make_trainee(1), make_trainee(2, reverse)
-    save(folder, saved, 3)
-    state = read_state(folder.path(3))
-    assert (state.step, state.stream, state.ema_num_updates) == (3, {"epoch": 1}, 3)
-    restore(other, folder.path(3), state.ema_num_updates)
+    for trainee in (saved, other):
+        del trainee.optimizer.state[trainee.student.get_parameter("a.weight")]  # as without a gradient so far
+    save(folder, saved, 5)
+    state = read_state(folder.path(5))
+    assert (state.step, state.stream, state.ema_num_updates) == (5, {"epoch": 1}, 3)
+    restore(other, folder.path(5), state.ema_num_updates)
     for name, value in saved.student.state_dict().items():
         assert torch.equal(other.student.state_dict()[name], value)
         if name in saved.ema.shadows:
@@ -213,11 +236,11 @@ def test_a_write_that_dies_leaves_nothing_that_looks_finished(
 
     def power_cut(source: Any, target: Any) -> None:
         if Path(target).name.startswith("step-"):
-            raise OSError("power cut")
+            raise OSError(5, "power cut", str(target))
         replace(source, target)
 
     monkeypatch.setattr(os, "replace", power_cut)
-    with pytest.raises(GdistillError, match="power cut"):
+    with pytest.raises(GdistillError, match=r"cannot write \[.*/step-00000002\]; got power cut;"):
         save(folder, make_trainee(2), 2)
     monkeypatch.undo()
     assert folder.steps() == [1]
@@ -227,6 +250,10 @@ def test_a_write_that_dies_leaves_nothing_that_looks_finished(
     save(folder, make_trainee(2), 2)
     assert names(folder.directory) == {"step-00000001", "step-00000002"}
     assert read_state(folder.path(2)).step == 2
+    monkeypatch.setattr(shutil, "rmtree", mock.Mock(side_effect=OSError("power cut")))
+    with pytest.raises(GdistillError, match="power cut"):
+        save(folder, make_trainee(2), 3)
+    assert folder.steps() == [2, 3], "one that is being deleted is whole no more"
 
 
 def test_a_full_disk_is_one_line_and_leaves_room(folder: CheckpointFolder) -> None:
@@ -279,10 +306,13 @@ def test_a_state_of_any_content_is_one_line(folder: CheckpointFolder) -> None:
             read_state(folder.path(1))
         assert "\n" not in str(refused.value)
     state = json.loads(whole)
-    for damage in ({"step": 2}, {"files": {}}, {"files": {**state["files"], "more": "0"}}):  # by what seals
+    misfits: tuple[Any, ...] = ({"step": 2}, {"files": {}}, {"files": {**state["files"], "more": "0"}})
+    versions = ({"format_version": version} for version in (0, 2))
+    for damage in (*misfits, *versions):  # by what seals
         altered = {**state, **damage}
         path.write_text(json.dumps({**altered, "sha256": seal(altered)}))
-        with pytest.raises(IntegrityError, match="do not fit each other"):
+        message = "do not fit each other" if damage in misfits else r"another format version.*expected 1"
+        with pytest.raises(IntegrityError, match=message):
             read_state(folder.path(1))
 
 
@@ -291,6 +321,6 @@ def test_a_missing_and_an_altered_file_are_named(folder: CheckpointFolder, name:
     path = folder.path(1) / name
     path.write_bytes(path.read_bytes()[:-3])
     for _ in range(2):
-        with pytest.raises(IntegrityError, match=name):
+        with pytest.raises(IntegrityError, match=rf"{name}.*delete .*/step-00000001 to go on"):
             read_state(folder.path(1))
         path.unlink(missing_ok=True)

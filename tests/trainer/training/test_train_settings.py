@@ -21,7 +21,7 @@ from tests.trainer.run_cases import metrics_without_timing, run_files, tiny_run,
 from trainer.students.configuration import grouped
 from trainer.training.loop import train
 from trainer.training.resume import GONE, operational_fields, require_same_run
-from trainer.training.settings import RECIPES, RunConfig, compose_run, read_recipe
+from trainer.training.settings import RECIPES, OptimizationConfig, RunConfig, compose_run, read_recipe
 
 CONFIGS = Path(__file__).resolve().parents[3] / "configs"
 STUDENTS = sorted(path for path in CONFIGS.glob("*.toml") if "student" in read_toml(path))
@@ -59,7 +59,8 @@ def test_configs_of_the_paper() -> None:
 
 def test_later_sources_win_and_an_architecture_can_be_refined() -> None:
     recipe = {"architecture": "tiny", "model": {"num_layers": 3}, "training": {"num_steps": 5}}
-    config = compose_run([recipe, {"model": {"conditioning": "gumbel"}}], ["model.num_layers=7"])
+    first = {"model": {"hidden_size": 8}}
+    config = compose_run([first, recipe, {"model": {"conditioning": "gumbel"}}], ["model.num_layers=7"])
     assert (config.model.num_layers, config.model.hidden_size) == (7, 64)
     assert config.model.conditioning == "gumbel"
 
@@ -71,14 +72,17 @@ def test_amounts() -> None:
         assert (training.num_steps, training.num_epochs) == amounts
     steps = [compose_run([read_recipe(p)]).training.steps_over(2000) for p in ("maze", "tiny")]
     assert steps == [1563, 1000]  # 200 x 2000 / 256 = 1562.5
-    with pytest.raises(UsageError, match=r"both.*num_steps or num_epochs"):
-        compose_run([read_recipe("tiny"), {"training": {"num_steps": 3, "num_epochs": 3}}])
+    for amounts, got in (({"num_steps": 3, "num_epochs": 3}, "both"), ({}, "neither")):
+        with pytest.raises(UsageError, match=rf"{got}.*num_steps or num_epochs"):
+            compose_run([{"training": amounts}])
+    cosine = OptimizationConfig(schedule="cosine", warmup_steps=2)
+    assert cosine.rate_at(2, 3) == cosine.learning_rate, "the one step behind the warm-up"
 
 
 COUNTS = (
     *("global_batch_size", "micro_batch_size", "num_noise_draws", "num_validation_rows"),
     *("log_every_steps", "validate_every_steps", "checkpoint_every_steps", "keep_every_steps"),
-    *("keep_last", "num_epochs"),
+    *("keep_last", "num_epochs", "num_steps"),
 )
 """Settings of which 0 would be a division by it, or nothing at all."""
 
@@ -90,7 +94,8 @@ COUNTS = (
         ("optimisation.learning_rate=1.0", "optimization"),
         ("training.precision=fp16", "bf16"),
         *((f"optimization.learning_rate={n}", "learning_rate") for n in ("inf", "nan", "0")),
-        *((f"optimization.{n}=1.0", n) for n in ("beta2", "ema_decay")),
+        ("optimization.max_grad_norm=0", "max_grad_norm"),
+        *((f"optimization.{n}=1.0", n) for n in ("beta1", "beta2", "ema_decay")),
         *((f"optimization.{n}=-1", n) for n in ("warmup_steps", "weight_decay", "beta1")),
         *((f"training.{n}=0", n) for n in COUNTS),
         ("training.num_steps=3 training.num_epochs=1", r"both.*num_steps or num_epochs"),
@@ -107,6 +112,7 @@ def test_what_a_change_would_alter_is_not_operational() -> None:
         ("training.micro_batch_size", {"model__dropout": 0.1}),
         ("training.num_steps", {"model__diffusion__search_schedule": "true"}),
         ("training.num_steps", {"optimization__schedule": "cosine"}),
+        ("training.num_epochs", {"optimization__schedule": "cosine"}),
     ):
         assert name in operational_fields(tiny_run())
         assert name not in operational_fields(tiny_run(**changes))
