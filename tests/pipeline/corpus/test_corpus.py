@@ -430,7 +430,10 @@ CASES = {
         ("Stop ! I ask : me ; a [ note ] ' so '", "Stop! I ask: me; a [note] 'so'"),
     ],
     "lambada": [(" “ Yes , ” he said \n", '\n" Yes , " he said')],
-    "scientific_papers": [("we find @xmath0 ( see [ 1 ] ) .", "we find @xmath0 (see [1]) .")],
+    "scientific_papers": [
+        ("we find @xmath0 ( see [ 1 ] ) .", "we find @xmath0 (see [1]) ."),
+        ("a fee of $ N a day", "a fee of $1 a day"),  # wikitext first, then lm1b
+    ],
     "none": [(" as , it is ", " as , it is ")],
 }
 
