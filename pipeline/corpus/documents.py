@@ -249,8 +249,8 @@ def _opened(path: Path, read: Callable[[io.BufferedReader, Path], Iterator[Found
 
 @dataclass
 class Tally:
-    """What was read so far of one split: documents handed on and their bytes of UTF-8, those left out for
-    being blank, those that were no UTF-8, and control characters kept in the text."""
+    """What was read so far of one split: documents handed on, bytes of UTF-8 of these and of those left out
+    for being blank, those that were no UTF-8, and control characters kept in the text."""
 
     num_documents: int = 0
     num_bytes: int = 0

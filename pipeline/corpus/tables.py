@@ -145,8 +145,8 @@ def hub_texts(place: str, split: str, field: str, revision: str | None) -> Hub:
     """
     import datasets  # late: other corpora need not wait for it
 
-    (name, _, config), where = place.partition(":"), f"hf:{place}".rstrip(":")
-    folder, what = Path(os.path.expanduser(name)), "cannot load the data set"
+    (name, _, config), where = os.path.expanduser(place).partition(":"), f"hf:{place}".rstrip(":")
+    folder, what = Path(name), "cannot load the data set"
     if (folder.is_absolute() or name.startswith(".")) and not folder.is_dir():
         raise UsageError("no such folder of a data set", where=where)
     try:

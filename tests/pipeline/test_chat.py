@@ -40,7 +40,7 @@ from trainer.training.settings import build_student
 TEMPLATE = (
     "{% for m in messages[6:] or messages %}{% if m.role == 'system' %}{{ raise_exception('no system turn') }}"
     "{% endif %}{{ 'w0 ' if m.role == 'user' else 'w1 ' }}{{ m.content }} <eos> {% endfor %}"
-    "{% if add_generation_prompt %}w1 {% endif %}"
+    "{% if add_generation_prompt %}{{ 'w2 ' if messages[-1].content == 'w13' else 'w1 ' }}{% endif %}"
 )
 EOS = WORDS.index("<eos>")
 
@@ -91,6 +91,7 @@ def test_one_conversation_a_row_with_the_answers_marked(conversations: ShardStor
     assert conversations.manifest.splits == {"train": 11, "validation": 1}, "1%, and one at least"
     tokens = TokenDataset.open(Path(conversations.location.url).with_name("tokens"))
     assert tokens.max_token_id == WORDS.index("w20"), "of those that do not count, too"
+    assert np.array_equal(tokens.read_rows("train", 0, 2), rows["tokens"]), "without marks"
 
 
 def test_rows_are_begun_once_and_their_first_token_never_counts(teacher: Path) -> None:
@@ -99,12 +100,14 @@ def test_rows_are_begun_once_and_their_first_token_never_counts(teacher: Path) -
     fast.post_processor = processors.TemplateProcessing("<bos> $A", special_tokens=[("<bos>", 0)])
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=fast, bos_token="<bos>")
     tokenizer.chat_template = "{% for m in messages %}{{ m.content }} {% endfor %}"
-    lines = [json.dumps(["a.jsonl: line 1", value]) for value in ("w3 w4", turns("w5", "w6"), "")]
-    text, conversation, _ = encode_chats(tokenizer, EOS, 5, lines)
+    prompt = [{"role": "tool", "content": "w5"}]
+    lines = [json.dumps(["a.jsonl: line 1", value]) for value in ("w3 w4", turns("w5", "w6"), "", prompt)]
+    text, conversation, _, asked = encode_chats(tokenizer, EOS, 5, lines)
     w3, w4, w5, w6 = (WORDS.index(f"w{n}") for n in (3, 4, 5, 6))
     assert text.tolist() == [~0, ~w3, ~w4, EOS, EOS]
     assert conversation.tolist() == [~w5, w6, ~EOS, ~EOS, ~EOS]
-    (nothing,) = encode_chats(load_tokenizer(teacher), EOS, 3, lines[2:])
+    assert asked.tolist() == [~w5, EOS, EOS, EOS, EOS]
+    (nothing,) = encode_chats(load_tokenizer(teacher), EOS, 3, lines[2:3])
     assert nothing.tolist() == [~EOS, EOS, EOS]
 
 
@@ -218,11 +221,13 @@ MISTAKES = {
     "template": ({"messages": [{"role": "system", "content": "w2"}, *turns("w3", "w4")]}, "chat",
                  ["chat template fails", "no system turn"]),
     "rewritten": ({"messages": turns(*WORDS[2:10])}, "chat", ["rewrites earlier turns", "message 1"]),
+    "opened": ({"messages": turns("w13", "w4")}, "chat", ["rewrites earlier turns", "message 1"]),
     "empty": ({"messages": turns("w3", " ")}, "chat", ["an empty turn", "message 1"]),
     "role": ({"messages": [{"role": "me", "content": "w2"}]}, "chat", ["not a turn", "me"]),
     "long": ({"messages": turns("w3", LONG)}, "chat", ["longer than a row", "at most 12"]),
     "no answer": ({"messages": turns("w3")}, "chat", ["ends with the user's turn"]),
-    "no messages": ({"text": "w3"}, "chat", ["no conversation", "text"]),
+    "no messages": ({"prompt": "w3"}, "chat", ["no conversation", "fields ['prompt']"]),
+    "no turns": ({"messages": []}, "chat", ["no conversation"]),
     "answered": ({"messages": turns("w3", "w4")}, "prompts", ["ends with the assistant's turn"]),
     "long prompt": ({"prompt": LONG}, "prompts", ["the prompt is longer", "at most 11"]),
 }  # fmt: skip
@@ -266,6 +271,8 @@ def test_answers_end_with_an_end_or_the_row(teacher: Path, tmp_path: Path) -> No
     dataset = TokenDataset.open(tmp_path / "a/tokens")
     marked = dataset.read_marked("train", 0, len(rows["tokens"]))
     assert (rows["tokens"] == ~marked)[marked < 0].all(), "prompts stay as they were given"
+    prompt = " ".join(WORDS[token] for token in rows["tokens"][0, marked[0] < 0])
+    assert prompt == "w0 w2 w3 <eos> w1", "the answer is opened"
     ended = 0
     for tokens, counted, prompt in zip(rows["tokens"], rows["counted"], marked, strict=True):
         answer = tokens[counted == 1]

@@ -24,16 +24,18 @@ from transformers import (
     T5Config,
 )
 
+from pipeline.corpus.config import CorpusConfig
 from pipeline.extract import Extractor
 from pipeline.maze import TEACHERS, MazeTeacherConfig
 from pipeline.plan import count_tokens, measured_bytes_per_token, plan_lines
 from pipeline.run import _check_same_tokens, check_teacher, known_teacher, public_source, run_extraction
-from pipeline.settings import ExtractRequest, PlanOptions, Worker, resolve_request
+from pipeline.settings import ExtractRequest, ExtractSettings, PlanOptions, Worker, resolve_request
 from pipeline.teacher import RawLogits, Teacher
 from pipeline.tokens.tokenizer import load_tokenizer
 from shards.atomic import file_claim
 from shards.codec.protocol import CODECS, make_codec
 from shards.errors import GdistillError, UsageError
+from shards.settings_table import setting_lines
 from shards.store.location import open_location
 from shards.store.store import ShardStore
 from tests.commands import call
@@ -93,6 +95,8 @@ def test_a_run_ends_with_its_figures(extract: Command, tmp_path: Path, teacher: 
     chunks = [n for n in sizes if n.startswith(("train/", "validation/")) and "/c/" in n]
     size = sum(sizes[name] for name in chunks)
     assert summary["num_bytes"] == sum(sizes.values()) > size == summary["shard_bytes"] > 0
+    num_rows = sum(ShardStore.open(tmp_path / "store").manifest.splits.values())
+    assert (summary["num_rows"], summary["fp16_bytes_per_token"]) == (num_rows, 2 * len(WORDS))
     assert summary["bytes_per_token"] == size / summary["num_tokens"]
     assert summary["fp16_ratio"] == pytest.approx(2 * len(WORDS) * summary["num_tokens"] / size)
     record = json.loads((tmp_path / "tokens/tokens.json").read_text())["splits"]["train"]
@@ -256,7 +260,7 @@ def test_settings_come_from_file_options_and_overrides(tmp_path: Path, corpus: P
     assert (settings.seed, settings.store.rows) == (3, 7)
     assert (settings.teacher.location, settings.teacher.dtype) == ("b", "bfloat16")
     assert request.codec.name == "full" and request.corpus.row_length == 8
-    unset = resolve_request(tmp_path, {"corpus": {"spec": str(corpus)}})
+    unset = resolve_request(tmp_path, {"corpus": {"source": str(corpus)}})
     for context, length in ((512, 512), (131_072, 1024), (None, 1024)):
         assert unset.with_row_length(context).corpus.row_length == length
     for given, message in (
@@ -269,15 +273,49 @@ def test_settings_come_from_file_options_and_overrides(tmp_path: Path, corpus: P
             resolve_request(tmp_path, given, [], file)
 
 
+def test_a_run_begins_with_the_settings_that_are_written_down() -> None:
+    """A default that moves changes everybody's store, and a bound what is refused."""
+    parts: dict[type, str] = {
+        ExtractSettings: """mode="parallel"(parallel | sequential) seed=0(int in [0, 9223372036854775808))
+            device="auto"(str) batch_size=none(int | none in [1, inf)) threads=none(int | none in [1, inf))
+            strict=false(bool) teacher.location=none(str | none) teacher.tokenizer=none(str | none)
+            teacher.dtype="float32"(float32 | bfloat16) teacher.attention=none(str | none)
+            teacher.compiled=false(bool) teacher.preset="full"(demo | full) teacher.revision=none(str | none)
+            teacher.trust_remote_code=false(bool)
+            teacher.device_map=none(auto | balanced | balanced_low_0 | sequential | none)
+            store.location=none(str | none) store.rows=none(int | none in [1, inf))
+            store.validation_rows=none(int | none in [0, inf)) store.rows_per_shard=none(int | none in [1, inf))
+            store.rows_per_chunk=none(int | none in [1, inf)) sequential.temperature=1.0(float in (0, inf))
+            sequential.nucleus_p=1.0(float in (0, 1]) sequential.batch_size=none(int | none in [1, inf))
+            engine.url=none(str | none) engine.model=none(str | none) engine.num_top=20(int in [1, inf))
+            engine.in_flight=8(int in [1, inf)) engine.max_tries=8(int in [1, inf))
+            engine.timeout_seconds=300.0(float in (0, inf))
+            engine.dialect="prompt_logprobs"(prompt_logprobs | sglang) engine.api_key_variable="OPENAI_API_KEY"(str)""",
+        CorpusConfig: """source(str, required) field="text"(str) split="train"(str) revision=none(str | none)
+            validation_source=none(str | none) validation_split=none(str | none)
+            validation_documents=0(int in [0, inf)) validation_fraction=0.01(float in [0, 1])
+            limit_documents=none(int | none in [1, inf)) document_separator="<|endoftext|>"(str)
+            detokenizer="none"(str) keep_empty=false(bool) on_bad_utf8="error"(error | replace | skip)
+            packing="concat"(concat | wrap | pad | chat | prompts) group_documents=0(int in [0, inf))
+            row_length=none(int | none in [2, inf)) separate_train=true(bool) separate_validation=true(bool)
+            bos_id=none(int | none) eos_id=none(int | none) separator_id=none(int | none)
+            special_tokens="text"(text | token) seed=0(int)""",
+    }
+    for settings, expected in parts.items():
+        lines = [shown[0].replace("    ", "").replace(" = ", "=") for _, shown in setting_lines(settings)]
+        assert " ".join(lines) == " ".join(expected.split())
+
+
 def test_every_option_reaches_the_run(command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[tuple[ExtractRequest, Worker, bool]] = []
     monkeypatch.setattr(
         "pipeline.cli.run", lambda asked, by, tokens_only=False: seen.append((asked, by, tokens_only)) or []
     )
-    shared = ["--out", tmp_path, "--teacher", "t", "--tokenizer", "u", "--row-length", 9]
+    (tmp_path / "a.toml").write_text("[corpus]\nlimit_documents = 6\n")
+    shared = ["--out", tmp_path, "--teacher", "t", "--tokenizer", "u", "--row-length", 9, "--set", "corpus.bos_id=2"]
     stored = ["--store", "s", "--codec", "full", "--seed", 4, "--worker", 1, "--workers", 2]
     how = ["--batch-size", 3, "--dtype", "bfloat16", "--device", "cuda:1", "--compile", "--strict"]
-    text = [*shared, "--corpus", "maze:k4", "--rows", 5]
+    text = [*shared, "--corpus", "maze:k4", "--rows", 5, "--config", tmp_path / "a.toml"]
     for words in (
         [*text, *stored, *how, "--mode", "sequential"],
         ["tokens", *text],
@@ -287,13 +325,14 @@ def test_every_option_reaches_the_run(command: Command, tmp_path: Path, monkeypa
     assert [tokens_only for *_, tokens_only in seen] == [False, True, False]
     for request, *_ in seen:
         place = request.settings.teacher.location, request.settings.teacher.tokenizer
-        assert (*place, request.out, request.corpus.row_length) == ("t", "u", tmp_path, 9)
+        assert (*place, request.out, request.corpus.row_length, request.corpus.bos_id) == ("t", "u", tmp_path, 9, 2)
     (whole, process, _), (tokens, *_), (complete, answering, _) = seen
     for request, worker in ((whole, process), (complete, answering)):
         assert (request.store, request.codec.name, worker) == ("s", "full", Worker(1, 2))
         assert (request.settings.seed, request.settings.mode) == (4, "sequential")
     assert whole.row_limits == tokens.row_limits == {"train": 5, "validation": 5}
     assert whole.corpus.source == tokens.corpus.source == "maze:k4"
+    assert whole.corpus.limit_documents == tokens.corpus.limit_documents == 6
     settings, of_teacher = whole.settings, whole.settings.teacher
     assert (settings.batch_size, settings.device, settings.strict) == (3, "cuda:1", True)
     assert (of_teacher.dtype, of_teacher.compiled) == ("bfloat16", True)
@@ -571,6 +610,7 @@ def test_a_teacher_that_writes_is_planned_as_it_is_run(tmp_path: Path) -> None:
         plan = planned(tmp_path, {**given, "store": store})
         assert plan["tokens"] == f"{rows * 11:,} one row a document; {rows:,} rows of 11"
         assert plan["teacher"] == f"{16 * 8 * 128**2:,} parameters: maze teacher (full), V = 6"
+    assert resolve_request(tmp_path, {**given, "store": {"rows": 9}}).stored_rows("train", 0) == 0
 
 
 def test_codec_sizes_are_those_of_real_shards() -> None:

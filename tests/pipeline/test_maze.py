@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -108,6 +109,11 @@ def test_teacher_reaches_the_entropy_of_its_corpus_and_is_left_alone(tmp_path: P
     assert 0 <= report["loss_nats"] - report["entropy_nats"] < MOST_EXCESS_NATS
     assert report["entropy_nats"] == pytest.approx(math.log(4), abs=0.01)
     model_probs = report["path_probabilities"]
+    counts = Counter(mazes.draw_documents(maze, TINY.num_documents, 0, "train"))
+    shares = [counts[" ".join(path)] / TINY.num_documents for path in maze.paths()]
+    for name, probs in (("entropy", shares), ("loss", model_probs)):
+        by_hand = -sum(share * math.log(p) for share, p in zip(shares, probs, strict=True))
+        assert report[f"{name}_nats"] == pytest.approx(by_hand, rel=1e-6)
     outside = 1 - sum(model_probs)
     # Pinsker: TV <= sqrt(KL / 2), and KL is the loss above the entropy.
     assert 0 <= outside <= math.sqrt(MOST_EXCESS_NATS / 2)
@@ -133,11 +139,21 @@ def test_teacher_reaches_the_entropy_of_its_corpus_and_is_left_alone(tmp_path: P
 def test_training_is_deterministic_and_may_be_in_minibatches(tmp_path: Path) -> None:
     settings = MazeTeacherConfig(1, num_heads=2, hidden_size=8, num_steps=4, batch_size=5)
     for name in "ab":
-        torch.manual_seed(ord(name))
+        state = torch.manual_seed(ord(name)).get_state()
         report = train(load_maze("m57"), tmp_path / name, settings)
         assert len(report["path_probabilities"]) == 57
-    first, second = ((tmp_path / name / "model.safetensors").read_bytes() for name in "ab")
-    assert first == second
+        assert torch.equal(torch.get_rng_state(), state), "the caller's random numbers are left alone"
+    for seed in (0, 1):  # weights before the first step, and documents, are of the seed
+        untrained = replace(settings, num_steps=0, num_documents=20, seed=seed)
+        report = train(load_maze("m57"), tmp_path / str(seed), untrained)
+        counts = Counter(mazes.draw_documents(load_maze("m57"), 20, seed, "train")).values()
+        assert report["entropy_nats"] == pytest.approx(-sum(n / 20 * math.log(n / 20) for n in counts))
+    first, second, *untrained = ((tmp_path / name / "model.safetensors").read_bytes() for name in "ab01")
+    assert first == second and untrained[0] != untrained[1]
+    rows = torch.tensor([[0, 2, 1], [0, 3, 1], [0, 2, 1], [0, 2, 1]])
+    distinct, weights = mazes._batch(rows, 2, torch.Generator())
+    assert (distinct.tolist(), weights.tolist()) == ([[0, 2, 1], [0, 3, 1]], [0.75, 0.25])
+    assert len(mazes._batch(rows, 1, torch.Generator())[0]) == 1
 
 
 def test_what_cannot_be_trained_is_refused(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import datasets
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -79,13 +80,15 @@ def test_globs_and_compression(tmp_path: Path) -> None:
     (tmp_path / "folder.txt").mkdir()
     found = everything(f"text:{tmp_path}/*.txt*", **ALL)
     assert found == ["plain", "gzip", "zstd", "second frame"]
+    assert everything(f"{tmp_path}/**/*.txt", **ALL) == ["plain"], "** is any depth, none too"
 
 
 def test_json_lines_and_parquet(tmp_path: Path) -> None:
     lines, table = tmp_path / "a.jsonl", tmp_path / "a.parquet"
-    lines.write_text('{"text": "no", "story": "one"}\n\n{"story": "tw\\u00f6"}\n')
+    other = "no" * 50  # a share is of the text, not of the line
+    lines.write_text(f'{{"text": "{other}", "story": "one of two"}}\n \n{{"story": "tw\\u00f6 of two"}}\n')
     config = CorpusConfig(f"jsonl:{lines}#story", validation_fraction=0.5)
-    assert splits_of(config) == (["one"], ["twö"])
+    assert splits_of(config) == (["one of two"], ["twö of two"])
 
     pq.write_table(pa.table({"body": ["a", None, "b"] * 1000}), table, row_group_size=700)
     config = CorpusConfig(f"parquet:{table}", field="body", validation_documents=1500)
@@ -111,14 +114,15 @@ def test_csv_files(tmp_path: Path) -> None:
 
 def test_data_sets_of_the_hub_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+    monkeypatch.setenv("HOME", str(tmp_path))
     folder = tmp_path / "corpus"
     folder.mkdir()
     for split, words in (("train", ["a", "b", "c"]), ("validation", ["d"])):
-        table = pa.table({"text": words, "label": [0] * len(words)})
+        table = pa.table({"text": pa.array(words, pa.large_string()), "label": [0] * len(words)})
         pq.write_table(table, folder / f"{split}.parquet")
     held_out = CorpusConfig(f"hf:{folder}", validation_documents=1)
     assert splits_of(held_out) == (["a", "b"], ["c"])
-    own = CorpusConfig(f"hf:{folder}", validation_split="validation")
+    own = CorpusConfig("hf:~/corpus", validation_split="validation")
     assert splits_of(own) == (["a", "b", "c"], ["d"])
     pq.write_table(pa.table({"text": ["a", None, "b"] * 300}), folder / "test.parquet")
     nothing = CorpusConfig(f"hf:{folder}", split="test", validation_fraction=0.0)
@@ -137,15 +141,13 @@ def test_data_sets_of_the_hub_library(tmp_path: Path, monkeypatch: pytest.Monkey
             everything(f"hf:{place}", **change)
 
     asked: list[object] = []
-
-    def not_there(*names: Any, **how: Any) -> None:
-        asked.append((names, how))
-        raise ValueError
-
-    monkeypatch.setattr("datasets.load_dataset", not_there)
-    with pytest.raises(UsageError, match="cannot load the data set"):
-        everything("hf:org/name:part", split="test", revision="main")
+    data = datasets.Dataset.from_dict({"text": ["a"]})
+    monkeypatch.setattr("datasets.load_dataset", lambda *names, **how: asked.append((names, how)) or data)
+    (facts,) = source_of(CorpusConfig("hf:org/name:part", split="test", revision="main")).identity({})
     assert asked == [(("org/name", "part"), {"split": "test", "revision": "main"})]
+    fingerprint = data.select_columns(["text"])._fingerprint
+    own_facts = {"name": "org/name", "config": "part", "split": "test", "revision": "main"}
+    assert facts == {**own_facts, "num_rows": 1, "fingerprint": fingerprint}
 
 
 def test_a_local_folder_of_a_data_set_is_known_by_its_content(tmp_path: Path) -> None:
@@ -163,24 +165,24 @@ def test_a_local_folder_of_a_data_set_is_known_by_its_content(tmp_path: Path) ->
 
 def test_bare_paths_tell_their_kind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "a.txt").write_text("a story")
-    (tmp_path / "b.txt.gz").write_bytes(gzip.compress(b"a packed story", mtime=0))
-    (tmp_path / "c.jsonl").write_text(json.dumps({"story": "a line"}) + "\n")
-    (tmp_path / "d.csv").write_text('id,story\n1,"a row, ""quoted""\nin two lines"\n')
+    (tmp_path / "a.md").write_text("a story")
+    (tmp_path / "b.text.gz").write_bytes(gzip.compress(b"a packed story", mtime=0))
+    (tmp_path / "c.ndjson").write_text(json.dumps({"story": "a line"}) + "\n")
+    (tmp_path / "d.csv").write_text('id,story\n1,"a row, ""quoted""\r\nin two lines"\n')
     (tmp_path / "e.tsv.gz").write_bytes(gzip.compress(b"id\tstory\nx\ta tab\n", mtime=0))
     pq.write_table(pa.table({"story": ["a cell"]}), tmp_path / "f.parquet")
     expected = {
-        "a.txt": "a story",
-        "b.txt.gz": "a packed story",
-        "c.jsonl#story": "a line",
-        "d.csv#story": 'a row, "quoted"\nin two lines',
+        "a.md": "a story",
+        "b.text.gz": "a packed story",
+        "c.ndjson#story": "a line",
+        "d.csv#story": 'a row, "quoted"\r\nin two lines',
         "e.tsv.gz#story": "a tab",
         "f.parquet#story": "a cell",
     }
     for spec, text in expected.items():
         for place in (spec, f"./{spec}", f"{tmp_path}/{spec}"):
             assert everything(place, **ALL) == [text]
-    assert corpus_config("*.txt").source == "text:*.txt"
+    assert corpus_config("*.md").source == "text:*.md"
 
 
 def test_odd_names_of_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -193,10 +195,13 @@ def test_odd_names_of_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     (tmp_path / "D.TXT.GZ").write_bytes(gzip.compress(b"packed", mtime=0))
     assert everything("D.TXT.GZ", **ALL) == ["packed"]
     (tmp_path / "a#b.jsonl").write_text('{"body": "x", "text": "y"}\n')
-    for spec, text in (("a#b.jsonl#body", "x"), ("a#b.jsonl", "y")):
+    (tmp_path / "E.TSV").write_text("n\ttext\n1\ta,b\n")
+    for spec, text in (("a#b.jsonl#body", "x"), ("a#b.jsonl", "y"), ("E.TSV", "a,b")):
         assert everything(spec, **ALL) == [text]
-    pq.write_table(pa.table({"text": pa.array(["a", "b", "a"]).dictionary_encode()}), "c.parquet")
-    assert everything("c.parquet", **ALL) == ["a", "b", "a"]
+    for kind in (pa.string(), pa.large_string(), pa.binary(), pa.large_binary()):
+        plain = pa.array(["a", "b", "a"], kind)
+        pq.write_table(pa.table({"text": plain, "named": plain.dictionary_encode()}), "c.parquet")
+        assert everything("c.parquet", **ALL) == everything("c.parquet#named", **ALL) == ["a", "b", "a"]
 
 
 @pytest.mark.parametrize(
@@ -206,8 +211,9 @@ def test_odd_names_of_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         ({"validation_fraction": 0.0}, 200, 0),
         ({"validation_fraction": 0.001}, 199, 1),
         ({"validation_fraction": 1.0}, 0, 200),
-        ({"validation_documents": 50}, 150, 50),
-        ({"validation_documents": 50, "limit_documents": 60}, 10, 50),
+        ({"validation_fraction": 0.5}, 100, 100),  # of so many, documents are counted
+        ({"validation_documents": 50, "limit_documents": 900}, 150, 50),
+        ({"validation_documents": 60, "limit_documents": 60}, 0, 60),
     ],
 )
 def test_split_rules_keep_order(
@@ -223,22 +229,24 @@ def test_split_rules_keep_order(
 
 def test_a_source_of_its_own_for_validation(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("train")
-    (tmp_path / "b.jsonl").write_text('{"text": "held out"}\n' * 5)
-    config = CorpusConfig(f"text:{tmp_path}/a.txt", validation_source=f"jsonl:{tmp_path}/b.jsonl")
+    (tmp_path / "b.jsonl").write_text('{"story": "held out"}\n' * 5)
+    settings = {"validation_source": f"jsonl:{tmp_path}/b.jsonl", "field": "story"}
+    config = corpus_config(f"{tmp_path}/a.txt", settings)
     assert splits_of(config) == (["train"], ["held out"] * 5)
     assert splits_of(replace(config, limit_documents=2)) == (["train"], ["held out"] * 2)
-    (tmp_path / "c.jsonl").write_text('{"story": "of its own field"}\n')
-    settings = {"validation_source": f"jsonl:{tmp_path}/c.jsonl", "field": "story"}
-    config = corpus_config(f"jsonl:{tmp_path}/b.jsonl#text", settings)
+    (tmp_path / "c.jsonl").write_text('{"body": "of its own field"}\n')
+    settings = {"validation_source": f"jsonl:{tmp_path}/c.jsonl", "field": "body"}
+    config = corpus_config(f"jsonl:{tmp_path}/b.jsonl#story", settings)
     assert splits_of(config)[1] == ["of its own field"]
-    turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    roles = ("system", "developer", "user", "tool", "assistant")
+    turns = [{"role": role, "content": "a"} for role in roles]
     (tmp_path / "d.jsonl").write_text(json.dumps({"turns": turns}))
     train, validation = splits_of(corpus_config(f"chat:{tmp_path}/d.jsonl#turns"))
     assert [json.loads(text)[1] for text in train] == [turns] and validation == []
 
 
 FEW: list[tuple[list[int], float]] = [([4000, 5000, 6000, 3000], 0.01), ([4000, 5000], 0.01)]
-FEW += [([7000], 0.1), ([50, 50, 7000], 0.05)]
+FEW += [([7000], 0.1), ([7000], 0.9), ([50, 50, 7000], 0.05), ([7000, 50], 0.05)]
 MANY = [([100] * 30 + [9000], 0.1), ([9000] + [100] * 30, 0.1), ([1000] * 200, 0.02)]
 
 
@@ -248,7 +256,8 @@ def test_held_out_is_a_share_of_the_text(tmp_path: Path, sizes: list[int], fract
     for number, size in enumerate(sizes):
         words = " ".join(f"{number}-{i}" for i in range(size // 5))
         (tmp_path / f"{number:03d}.txt").write_text(words)
-    config, tally = CorpusConfig(f"text:{tmp_path}/*.txt", validation_fraction=fraction), Tally()
+    settings: dict[str, Any] = {"validation_fraction": fraction, "detokenizer": "ptb"}  # which finds nothing here
+    config, tally = CorpusConfig(f"text:{tmp_path}/*.txt", **settings), Tally()
     train = list(read_documents(config, "train", tally))
     validation = list(read_documents(config, "validation", tally))
     share = sum(map(len, validation)) / sum(map(len, train + validation))
@@ -307,6 +316,7 @@ def test_text_that_is_not_utf8(tmp_path: Path) -> None:
         ("text:{folder}/a.csv", {"split": "test"}, r"means nothing.*corpus\.split"),
         ("text:{folder}/a.csv", {"seed": 3}, r"means nothing.*corpus\.seed"),
         ("text:{folder}/a.csv", {"revision": "main"}, r"means nothing.*corpus\.revision"),
+        ("text:{folder}/a.csv", {"validation_split": "test"}, r"means nothing.*corpus\.validation_split"),
         ("jsonl:a.jsonl", {"document_separator": "line"}, "document_separator"),
         ("jsonl:a.jsonl#text", {"field": "story"}, "two fields"),
         ("owt", {"row_lenght": 32}, "did you mean 'row_length'"),
@@ -379,7 +389,8 @@ def test_settings_win_over_files(tmp_path: Path) -> None:
     assert (config.packing, config.row_length, config.bos_id) == ("wrap", 48, 3)
     assert corpus_config("maze:m57").row_length == 11
     assert corpus_config("text:a.txt").row_length is None
-    assert corpus_config("jsonl:a.jsonl", {"validation_split": "none"}).validation_split is None
+    idle = {"validation_split": "none", "field": "text"}
+    assert corpus_config("jsonl:a.jsonl#text", idle).validation_split is None
 
 
 def test_maze_documents_are_the_teachers_training_rows() -> None:
@@ -387,6 +398,7 @@ def test_maze_documents_are_the_teachers_training_rows() -> None:
     train, validation = splits_of(config)
     assert train == draw_documents(load_maze("m57"), 2000, 5, "train") and len(validation) == 500
     assert json.dumps(source_of(config).identity({}))
+    assert everything("maze:")[:2000] == draw_documents(load_maze("k4"), 2000, 0, "train")
 
 
 # Rewrites worked by hand; expected strings follow the reference's rules, oddities included.

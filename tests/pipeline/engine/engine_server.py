@@ -34,10 +34,11 @@ class EngineServer:
 
     Attributes:
         misdeeds: What happens to the next requests for scores: an HTTP status, ``cut`` (the
-            connection closes), ``wait`` (nothing is said for a minute), ``text`` (no JSON),
+            connection closes), ``wait`` (nothing is said for a minute), ``text`` (no JSON), ``list``,
             ``drop_top`` or ``other_tokens``; of states ``no_states``, ``no_file``, ``other_ids``,
             ``shifted_states`` or ``bfloat16``.
         name: The model's name in answers; may be changed while it runs.
+        others: Models that it serves beside it.
         shift_nats: Added to every logit of token 3: another model under the same name.
         context: What ``/v1/models`` says, and beyond which a row and one token are refused.
         most_top: Log-probabilities at a position that may be asked for.
@@ -49,6 +50,7 @@ class EngineServer:
         self.model = AutoModelForCausalLM.from_pretrained(folder).float().eval()
         self.dialect, self.name, self.shift_nats = dialect, "tiny", 0.0
         self.context: int | None = None
+        self.others: list[str] = []
         self.most_top, self.padding = 20, 0
         self.states: Path | None = None
         self._last = torch.empty(0)
@@ -109,6 +111,8 @@ class EngineServer:
 
     def answered(self, request: dict[str, Any], misdeed: str) -> tuple[int, Any]:
         """Status and answer of one request; what it does not take is refused in vLLM's words."""
+        how = request.get("sampling_params", request)
+        assert (how.get("max_tokens", how.get("max_new_tokens")), how["temperature"]) == (1, 1.0)
         asked = request.get("prompt_logprobs") or 0
         if asked > self.most_top:
             said = f"Requested prompt logprobs of {asked}, which is greater than max allowed"
@@ -116,7 +120,7 @@ class EngineServer:
             said = f"This model's maximum context length is {self.context} tokens"
         else:
             answer = self.completion(request, misdeed)
-            return 200, "text" if misdeed == "text" else answer
+            return 200, {"text": "text", "list": []}.get(misdeed, answer)
         return 400, {"error": {"message": said}}
 
     @contextmanager
@@ -167,8 +171,8 @@ def _handler(owner: EngineServer) -> type[BaseHTTPRequestHandler]:
 
         def do_GET(self) -> None:
             owner.authorization = self.headers["Authorization"]
-            card = {"id": owner.name, "object": "model", "max_model_len": owner.context}
-            known: dict[str, Any] = {"/v1/models": {"data": [card]}}
+            cards = [{"id": name, "max_model_len": owner.context} for name in (owner.name, *owner.others)]
+            known: dict[str, Any] = {"/v1/models": {"data": cards}}
             known[VERSION[owner.dialect]] = {"version": "0.0.test"} if owner.says_version else {}
             self._send(200 if self.path in known else 404, known.get(self.path, {"error": "who?"}))
 

@@ -17,7 +17,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from pipeline.engine import Engine, StatesTeacher, without_layers
+from pipeline.engine import Engine, StatesTeacher, run_scored, without_layers
 from pipeline.scored import ScoreFiles, same_length, scored_row
 from pipeline.settings import EngineSettings, Worker, resolve_request
 from pipeline.tokens.dataset import PartWriter
@@ -57,6 +57,8 @@ def test_a_row_is_laid_out_likeliest_first() -> None:
     np.testing.assert_allclose(row.token_log_probs, [0, HALF, QUARTER], rtol=1e-6)
     rounded = scored_row([0, 3], [None, 5e-4], [None, {3: 5e-4}], vocab_size=8, num_top=2, where="here")
     assert not rounded.token_log_probs.any(), "a little above 0 is 0"
+    near: dict[int, Any] = {3: HALF + 0.005, 134: math.log(0.498)}  # in sum 1.0005; 134 is padding
+    assert scored_row([0, 3], [None, HALF], [None, near], vocab_size=8, num_top=2, where="here").top_ids[1, 1] == -1
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "parquet"])
@@ -81,7 +83,7 @@ def test_files_of_the_documented_schema_are_read_by_index(tmp_path: Path, kind: 
 
 
 def test_an_engines_batch_output_is_read(tmp_path: Path) -> None:
-    tops = [None, {"3": {"logprob": HALF}, "1": {"logprob": QUARTER}}, {"5": {"logprob": QUARTER}}]
+    tops = [None, {"3": {"logprob": HALF}, "1": {"logprob": QUARTER}}, {"5": QUARTER}]
     body = {"prompt_token_ids": [0, 3, 5], "choices": [{"prompt_logprobs": tops}]}
     other = {"prompt_logprobs": tops, "choices": [{"prompt_token_ids": [0, 3, 5]}]}
     for line in ({"response": {"body": body}}, other):
@@ -93,7 +95,7 @@ def test_an_engines_batch_output_is_read(tmp_path: Path) -> None:
 TOPS: list[Any] = [None, {"3": {"logprob": HALF}}, {"5": {"logprob": QUARTER}}]
 OTHER = {"input_token_logprobs": [[None, 0, None], [HALF, 3, None], [QUARTER, 6, None]]}
 OTHER |= {"input_top_logprobs": [None, [[HALF, 3, None]], [[QUARTER, 6, None]]]}
-NO_NUMBER = {"choices": [{"prompt_logprobs": [*TOPS[:2], {"5": {}}]}]}
+SENT = {"prompt_token_ids": [0, 3, 5]}
 BAD_ROWS: list[tuple[dict[str, Any], str]] = [
     ({"token_ids": [0, 3, 8]}, "outside the vocabulary.*8"),
     ({"top_ids": [[], [3, 135], [1]]}, "outside the vocabulary.*135"),
@@ -124,9 +126,18 @@ BAD_ANSWERS: list[tuple[dict[str, Any], str]] = [
     ({"choices": [{"text": "a"}], "prompt_token_ids": [1, 2]}, "no log-probabilities of the prompt.*sglang"),
     ({"meta_info": {"finish_reason": {"type": "abort"}}, "prompt_token_ids": [1, 2]}, "of the prompt.*abort.*sglang"),
     ({"choices": [{"prompt_logprobs": TOPS}], "prompt_token_ids": "abc"}, "not token ids"),
-    ({"choices": [{"prompt_logprobs": 3}], "prompt_token_ids": [0, 3, 5]}, "another tokeniz"),
-    ({"meta_info": OTHER, "prompt_token_ids": [0, 3, 5]}, "another tokeniz.*position 2.*got 6"),
-    ({**NO_NUMBER, "prompt_token_ids": [0, 3, 5]}, "not a log-probability.*position 2.*None"),
+    ({"choices": [{"prompt_logprobs": 3}], **SENT}, "another tokeniz"),
+    ({"meta_info": OTHER, **SENT}, "another tokeniz.*position 2.*got 6"),
+    ({"meta_info": {name: each[:2] for name, each in OTHER.items()}, **SENT}, "position 2.*no further token"),
+    ({"meta_info": {**OTHER, "input_top_logprobs": [None, 3, 3]}, **SENT}, "not .log p, id, text. entries.*got 3"),
+    *(
+        ({"choices": [{"prompt_logprobs": [*TOPS[:2], last]}], **SENT}, message)
+        for last, message in (
+            ({"5": {}}, "not a log-probability.*position 2.*None"),
+            ({"five": {"logprob": HALF}}, "names tokens by text.*position 2.*'five'.*sglang"),
+            ([5], "not a table of most probable tokens.*position 2"),
+        )
+    ),
 ]
 
 
@@ -140,10 +151,12 @@ def test_bad_rows_and_answers_name_file_row_and_reason(tmp_path: Path, record: d
 
 def test_bad_files_are_named(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text("{not json}\n")
+    (tmp_path / "e.jsonl").write_text("[1]\n")
     pq.write_table(pa.table({"token_ids": [[1]]}), tmp_path / "b.parquet")
     (tmp_path / "c.parquet").write_bytes(b"PAR1 nonsense")
     for name, message in (
         ("a.jsonl", r"not a line of JSON.*line 1"),
+        ("e.jsonl", r"not a JSON object.*line 1"),
         ("b.parquet", r"a column is missing.*token_log_probs"),
         ("c.parquet", "not a Parquet file"),
     ):
@@ -235,7 +248,8 @@ def test_what_cannot_be_mended_ends_in_one_line(server: EngineServer) -> None:
     cases: list[tuple[list[Any], str]] = [
         ([500] * 2, "does not answer.*500"),
         ([400], "does not answer.*400"),
-        (["text"], "no JSON"),
+        (["text"], "no JSON:"),
+        (["list"], "no JSON object"),
         (["drop_top"], "without its most probable.*row 0, position 2"),
         (["other_tokens"], "another tokenization"),
     ]
@@ -274,6 +288,10 @@ def test_who_is_asked(server: EngineServer, monkeypatch: pytest.MonkeyPatch) -> 
         assert engine(url).version == "unknown"
         with pytest.raises(UsageError, match=r"does not serve.*other.*tiny"):
             _ = engine(url, model="other").model
+        server.others = ["huge"]
+        assert engine(url, model="tiny").model == "tiny"
+        with pytest.raises(UsageError, match=r"no model is named.*tiny.*huge.*engine\.model"):
+            _ = engine(url).model
 
 
 # Stores from an engine: what our own extraction of the same rows writes, to rounding.
@@ -517,6 +535,8 @@ def test_files_of_scores_become_a_store(
     assert str(tmp_path) not in store.location.read("manifest.json").decode()
     before = contents(tmp_path / "out/store")
     assert run(tmp_path / "out", in_files) and contents(tmp_path / "out/store") == before
+    with pytest.raises(UsageError, match="tokens already"):
+        run_scored(resolve_request(tmp_path / "out", in_files), Worker(), tokens_only=True)
     none = {**in_files, "corpus": {**in_files["corpus"], "validation_fraction": 0.0}}
     assert run(tmp_path / "none", none).manifest.splits == {"train": 30}
     in_files["corpus"]["spec"] = f"scores:{tmp_path}/s*.jsonl"
@@ -598,13 +618,18 @@ OF_SCORES: list[tuple[dict[str, Any], str]] = [
     ({"engine": {"num_top": 5}}, "without one.*engine.num_top"),
     ({"codec": {"name": "hidden"}}, "whole distribution.*hidden.*--teacher DIR"),
     ({"codec": {"num_entries": VOCAB_SIZE}}, f"codec.num_entries.*below .*{VOCAB_SIZE}"),
-    ({"batch_size": 4}, "runs elsewhere.*batch_size"),
+    *(({name: 1}, f"runs elsewhere.*{name}") for name in ("batch_size", "threads")),
+    ({"device": "cpu"}, "runs elsewhere.*device"),
+    ({"strict": True}, "runs elsewhere.*strict"),
     ({"teacher": {"tokenizer": "x", "dtype": "bfloat16"}}, "elsewhere.*teacher.dtype"),
 ]
 OF_STATES: list[tuple[dict[str, Any], str]] = [
     ({"mode": "sequential"}, "writes none.*--mode"),
     ({"engine": {"url": NOBODY, "num_top": 3}}, "elsewhere.*engine.num_top"),
+    ({"engine": {"url": NOBODY, "dialect": "sglang"}}, "elsewhere.*engine.dialect"),
     ({"teacher": {"location": "x", "attention": "sdpa"}}, "elsewhere.*teacher.attention"),
+    ({"teacher": {"location": "x", "compiled": True}}, "elsewhere.*teacher.compiled"),
+    ({"teacher": {"location": "x", "device_map": "auto"}}, "elsewhere.*teacher.device_map"),
 ]
 
 

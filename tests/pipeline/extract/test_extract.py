@@ -241,6 +241,11 @@ def test_rows_limit_takes_the_first_rows(tmp_path: Path, asked: Asked, finished:
     assert dataset.num_rows("train") > 20 and dataset.num_rows("validation") > 1
     rows = store.split("train").read_rows(0, 20)["tokens"]
     assert np.array_equal(rows, dataset.read_rows("train", 0, 20))
+    record = json.loads((tmp_path / "tokens/tokens.json").read_text())
+    record["splits"]["train"]["parts"][0]["max_token_id"] = VOCAB_SIZE
+    (tmp_path / "tokens/tokens.json").write_text(json.dumps(record))
+    with pytest.raises(UsageError, match=rf"outside the vocabulary.*got {VOCAB_SIZE}"):
+        run(tmp_path, asked(store={"rows": 20, "validation_rows": 1}))
     alone = run(tmp_path / "alone", asked(corpus={"validation_fraction": 1.0}, store={"rows": 20}))
     assert alone.manifest.splits == {"validation": 20}
     assert alone.resources["unigram_log_probs"].std() > 0.1, "counted in the rows that there are"
@@ -250,7 +255,8 @@ def test_sizes_of_chunks_and_shards_are_bounded_in_tokens_and_bytes() -> None:
     posterior, full = (make_codec(name).array_specs(50257, None) for name in ("posterior", "full"))
     assert rows_per_unit(1024, posterior, StoreSettings()) == (4, 256)
     assert rows_per_unit(1024, full, StoreSettings()) == (1, 2)
-    assert rows_per_unit(1024, full, StoreSettings(rows_per_shard=6))[1] == 6
+    assert rows_per_unit(1024, posterior, StoreSettings(rows_per_shard=6)) == (3, 6)
+    assert rows_per_unit(1024, posterior, StoreSettings(rows_per_chunk=300)) == (300, 300)
 
 
 # Every setting decides what is stored, or is known not to.
@@ -327,7 +333,8 @@ def test_later_workers_compute_as_the_first(
     whole = contents(tmp_path / "store")
     (way,) = json.loads(whole[COMPUTED_FILE])["ways"]
     assert (way["device"], way["threads"], way["rows_per_pass"]) == ("cpu", 2, 3)
-    assert way["torch"] == torch.__version__ and way["compiled"] is False
+    assert (way["attention"], way["compiled"], way["torch"]) == ("sdpa", False, torch.__version__)
+    assert way["kernels"].startswith(torch.backends.cpu.get_cpu_capability())
     half_done(tmp_path)
     torch.set_num_threads(1)
     run(tmp_path, asked(batch_size=None, threads=None, strict=True))
@@ -377,7 +384,9 @@ def test_extraction_asks_for_the_compiled_noise_kernel_and_says_why_it_has_none(
 @pytest.mark.parametrize("kernel", ["compiled", "eager"])
 def test_a_gpu_says_where_its_noise_is_eager(monkeypatch: pytest.MonkeyPatch, kernel: str) -> None:
     monkeypatch.setattr(extract, "noise_kernel", lambda device: kernel)
-    assert extract._kernels(True).endswith(", eager noise") == (kernel == "eager")
+    assert extract._kernels(True) == "float32" + ", eager noise" * (kernel == "eager")
+    monkeypatch.setenv("MKL_CBWR", "COMPATIBLE")
+    assert extract._kernels(False).endswith(" MKL_CBWR=COMPATIBLE")
 
 
 def test_who_computes_differently_is_told_and_with_strict_refused(

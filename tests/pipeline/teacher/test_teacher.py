@@ -324,6 +324,7 @@ def test_stored_noise_reproduces_every_token_when_rows_are_scored_again(
 def test_stored_noise_of_generated_rows_is_standard_gumbel(tmp_path: Path, asked: Asked) -> None:
     """Would fail if tokens were chosen by the stream that the codec draws its noise from."""
     store = run(tmp_path, asked(**FULL, store={"rows": 200, "validation_rows": 0}))
+    assert store.manifest.splits == {"train": 200}
     gumbels = -dense_arrivals(extract_cases.stored_noise(store)[0]).log()
     # Entries of one position are independent, and positions too: n = 200 * 11 * V variates.
     assert stats.kstest(gumbels.flatten().numpy(), "gumbel_r").pvalue > 1e-3

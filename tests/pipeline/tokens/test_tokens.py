@@ -33,6 +33,7 @@ from pipeline.tokens.dataset import FIELDS, FORMAT_VERSION, TokenDataset, prepar
 from pipeline.tokens.pieces import cut_between_words
 from pipeline.tokens.tokenizer import Packer, SpecialIds, backend, encode, load_tokenizer, special_ids
 from shards.errors import GdistillError, IntegrityError, UsageError
+from tests.commands import call
 from tests.pipeline.conftest import Asked, Prepare
 from tests.pipeline.extract_cases import contents, run, times
 
@@ -84,27 +85,35 @@ def test_rows_on_disk(
             begin += part.num_rows
     assert len(dataset.parts("train")) > 3
     assert dataset.read_rows("train", 5, 5).shape == (0, 16)
+    quiet = prepare(tmp_path / "quiet", separate_validation=False)
+    assert (all_rows(quiet) == 0).any() and (all_rows(quiet, "validation") != 0).all()
     assert (dataset.row_length, dataset.vocab_size, dataset.eos_id) == (16, 280, 0)
     assert dataset.max_token_id == max(all_rows(dataset, name).max() for name in dataset.splits)
     assert len(AutoTokenizer.from_pretrained(dataset.tokenizer_path)) == 280
     summary = dataset.record["splits"]["train"]
-    assert (summary["num_documents"], summary["num_rows"]) == (450, dataset.num_rows("train"))
+    rows = dataset.num_rows("train")
+    assert [summary[f"num_{name}"] for name in ("documents", "rows", "tokens")] == [450, rows, 16 * rows]
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["tokens"]
-    with pytest.raises(IndexError):
-        dataset.read_rows("train", 0, dataset.num_rows("train") + 1)
+    for start, stop in ((0, rows + 1), (-1, 1), (2, 1)):
+        with pytest.raises(IndexError):
+            dataset.read_rows("train", start, stop)
     schema = pq.read_table(dataset.path / "train").schema
     assert str(schema.field("input_ids").type).startswith("fixed_size_list")
 
 
 def test_a_finished_stage_is_left_alone_and_outlives_its_corpus(
-    tmp_path: Path, sentence_corpus: CorpusConfig, prepare: Prepare, bpe: Any, capsys: Any
+    tmp_path: Path, sentence_corpus: CorpusConfig, prepare: Prepare, bpe: Any, capsys: Any, monkeypatch: Any
 ) -> None:
     first, source = prepare(tmp_path / "run"), sentence_corpus.source.removeprefix("text:")
     before = times(first.path)
-    assert prepare(tmp_path / "run").fingerprint == first.fingerprint
+    with monkeypatch.context() as patch:
+        patch.setattr("pipeline.corpus.documents.sha256_file", lambda _: pytest.fail("an unchanged file is read again"))
+        assert prepare(tmp_path / "run").fingerprint == first.fingerprint
     # The same content elsewhere, and a file merely touched, are the same corpus.
     shutil.copy(source, tmp_path / "moved.txt")
     prepare(tmp_path / "run", source=f"text:{tmp_path}/moved.txt")
+    for name in ("corpus", "moved"):
+        prepare(tmp_path / "held out", validation_source=f"text:{tmp_path}/{name}.txt")
     os.utime(source, (1, 1))
     prepare(tmp_path / "run")
     assert times(first.path) == before
@@ -116,21 +125,21 @@ def test_a_finished_stage_is_left_alone_and_outlives_its_corpus(
         prepare(tmp_path / "new")
     with pytest.raises(UsageError, match=r"other settings.*row_length\]; got 16; expected 8"):
         prepare(tmp_path / "run", row_length=8)
-    larger = PreTrainedTokenizerFast(tokenizer_object=backend(bpe), eos_token=END)
-    larger.add_tokens(["xyzzy"])
-    with pytest.raises(UsageError, match=r"tokenizer\.(sha256|vocab_size)"):
-        prepare(tmp_path / "run", tokenizer=larger)
+    other = Tokenizer.from_str(backend(bpe).to_str())
+    other.normalizer = normalizers.NFC()  # type: ignore[assignment]
+    with pytest.raises(UsageError, match=r"tokenizer\.sha256"):
+        prepare(tmp_path / "run", tokenizer=PreTrainedTokenizerFast(tokenizer_object=other, eos_token=END))
 
 
 def test_the_record_counts_what_the_policy_met(tmp_path: Path, prepare: Prepare) -> None:
-    lines = [b"a cat sat on a mat", b"", b"a\x00 \x01 dog\t\x7f\x1b", b"a \xff dog", b"the end"]
+    lines = ["a cat sât on a mat".encode(), b" ", b"a\x00 \x01 dog\t\x7f\x1b", b"a \xff dog", b"the end"]
     (tmp_path / "a.txt").write_bytes(b"\n".join(lines) + b"\n")
     settings: dict[str, Any] = {"validation_documents": 1, "on_bad_utf8": "skip", "row_length": 4}
     record = prepare(tmp_path, source=f"text:{tmp_path}/a.txt", **settings).record["splits"]
     counted = ("num_documents", "num_empty", "num_bad_utf8", "num_control_characters")
     assert [record["train"][name] for name in counted] == [2, 1, 1, 4]
     assert [record["validation"][name] for name in counted] == [1, 0, 0, 0]
-    assert record["train"]["num_bytes"] == len(lines[0] + lines[2]), "they are kept"
+    assert record["train"]["num_bytes"] == len(b"".join(lines[:3])), "they are kept"
 
 
 def test_a_changed_corpus_is_refused_by_name(
@@ -138,22 +147,30 @@ def test_a_changed_corpus_is_refused_by_name(
 ) -> None:
     prepare(tmp_path / "run")
     path, encode = Path(sentence_corpus.source.removeprefix("text:")), stage.encode
-    path.write_text(path.read_text().replace("dog", "god", 1))
-    with pytest.raises(GdistillError, match=r"not the one that was tokenized.*corpus\.txt"):
-        prepare(tmp_path / "run")
-
-    def meddle(*arguments: Any, **named: Any) -> list[np.ndarray]:
-        os.utime(path, (1, 1))
-        return encode(*arguments, **named)
-
+    old, noted = path.read_text(), path.stat()
+    for new, modified_ns in ((old.replace("dog", "god", 1), 0), (old + "dog", noted.st_mtime_ns)):
+        path.write_text(new)
+        os.utime(path, ns=(0, modified_ns))  # of the same size, then of the same time
+        got, expected = (sha256(text.encode()).hexdigest()[:12] for text in (new, old))
+        message = rf"not the one that was tokenized.*corpus\.txt\]; got content {got}; expected content {expected}"
+        with pytest.raises(GdistillError, match=message):
+            prepare(tmp_path / "run")
     everything = f"text:{path.parent}/*.txt"
     prepare(tmp_path / "all", source=everything)
     (tmp_path / "more.txt").write_text("a dog ran\n")
     with pytest.raises(GdistillError, match=r"not the one that was tokenized.*more\.txt"):
         prepare(tmp_path / "all", source=everything)
+    made("maze:k4", tmp_path / "maze", maze_tokenizer(), seed=1)
+    with pytest.raises(GdistillError, match=r"not the one that was tokenized.*train: k4"):
+        made("maze:k4", tmp_path / "maze", maze_tokenizer(), seed=2)
+
+    def meddle(*arguments: Any, **named: Any) -> list[np.ndarray]:
+        os.utime(path, (1, 1))
+        return encode(*arguments, **named)
+
     monkeypatch.setattr(stage, "encode", meddle)
     with pytest.raises(GdistillError, match="changed while it was read"):
-        prepare(tmp_path / "meddled")
+        prepare(tmp_path / "meddled", source=f"text:{tmp_path}/more.txt", validation_source=everything)
     assert not (tmp_path / "meddled/tokens").exists()
 
 
@@ -224,6 +241,7 @@ def test_only_the_rows_asked_for_are_tokenized(
     assert (few.num_rows("train"), few.num_rows("validation")) == (7, 0)
     assert np.array_equal(few.read_rows("train", 0, 7), whole.read_rows("train", 0, 7))
     assert len(seen) < 250, "of 500 documents"
+    assert few.record["splits"]["validation"]["num_documents"] == 0, "nor is one looked at"
     # The same and fewer rows are there; more are not.
     for rows in (7, 3):
         prepare(tmp_path / "few", {"train": rows, "validation": 0})
@@ -232,16 +250,20 @@ def test_only_the_rows_asked_for_are_tokenized(
             prepare(tmp_path / "few", more)
 
 
+@pytest.mark.usefixtures("small_parts")
 def test_a_special_token_in_a_text_is_text_and_counted(tmp_path: Path, bpe: PreTrainedTokenizerFast) -> None:
-    (tmp_path / "a.jsonl").write_text('{"text": "the cat<|endoftext|>the dog sat on a mat"}\n' * 9)
+    """In every batch; a token that was added and is not special is none."""
+    fast = PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(backend(bpe).to_str()), eos_token=END)
+    fast.add_tokens(["cat"])
+    (tmp_path / "a.jsonl").write_text('{"text": "the cat<|endoftext|>the dog sat on a mat"}\n' * 90)
     settings = {"row_length": 4, "validation_fraction": 0.0, "separate_train": False}
-    for choice, expected in ((None, 0), ("token", 9)):
+    for choice, expected in ((None, 0), ("token", 90)):
         out, chosen = tmp_path / str(choice), {**settings, "special_tokens": choice}
-        dataset = made(tmp_path / "a.jsonl", out, bpe, **chosen)
+        dataset = made(tmp_path / "a.jsonl", out, fast, **chosen)
         rows = all_rows(dataset)
         assert (rows == 0).sum() == expected
-        assert dataset.record["splits"]["train"]["num_special_tokens"] == 9
-        text = bpe.decode(rows.reshape(-1).tolist())
+        assert dataset.record["splits"]["train"]["num_special_tokens"] == 90
+        text = str(fast.decode(rows.reshape(-1).tolist()))
         assert text.startswith("the cat<|endoftext|>the dog")
 
 
@@ -293,12 +315,14 @@ def test_special_ids(shared: Path, bpe: PreTrainedTokenizerFast) -> None:
     quiet: dict[str, Any] = {"separate_validation": False, "eos_id": 7}
     assert found(bpe, "validation", **quiet)[2] is None
     assert found(bpe, **quiet)[2] == 7
-    with pytest.raises(UsageError, match=r"corpus\.bos_id.*0 to 279"):
-        found(bpe, bos_id=280)
+    for name in ("bos_id", "eos_id", "separator_id"):
+        for token in (-1, 280):
+            with pytest.raises(UsageError, match=rf"corpus\.{name}.*got {token}; expected 0 to 279"):
+                found(bpe, "train", **{name: token})
     bare = PreTrainedTokenizerFast(tokenizer_object=backend(bpe))
     with pytest.raises(UsageError, match=r"neither a bos nor an eos.*corpus\.eos_id=N"):
         found(bare)
-    assert found(bare, eos_id=7) == [7, 7, 7], "as the remedy says"
+    assert found(bare, eos_id=7) == found(bare, bos_id=7) == [7, 7, 7], "as the remedy says"
     # bos before and eos after every text: borders are eos, as the model has seen them.
     framed = Tokenizer.from_str(backend(bpe).to_str())
     framed.add_special_tokens(["<s>", "</s>"])
@@ -306,6 +330,7 @@ def test_special_ids(shared: Path, bpe: PreTrainedTokenizerFast) -> None:
     framed.post_processor = processors.TemplateProcessing("<s> $A </s>", special_tokens=ends)
     both = PreTrainedTokenizerFast(tokenizer_object=framed, bos_token="<s>", eos_token="</s>")
     assert found(both) == [280, 281, 281]
+    assert found(both, eos_id=0) == [280, 0, 0] and found(both, bos_id=0, separator_id=0) == [0, 281, 0]
     # Stories end with the <s> that the tokenizer puts before every text.
     assert found(load_tokenizer(shared / "data/stories260K")) == [1, 1, 1]
 
@@ -341,10 +366,11 @@ def test_rows_as_reference_texts(
         for num, split, message in ((10**6, "train", "too few"), (0, "train", "--num"), (1, "test", "unknown split")):
             with pytest.raises(UsageError, match=message):
                 write_references(place, out, num, split)
-    number = write_references(str(finished / "tokens"), out, None, "validation")
-    rows = all_rows(TokenDataset.open(finished / "tokens"), "validation")
-    texts = [json.loads(line)["text"] for line in out.read_text().splitlines()]
-    assert texts == [tokenizer.decode(row.tolist()) for row in rows] and len(texts) == number
+    dataset = TokenDataset.open(finished / "tokens")
+    for split, words in (("validation", ()), ("train", ("--split", "train", "--num", dataset.num_rows("train")))):
+        assert call("gdistill-extract", "references", dataset.path, "--out", out, *words) == 0
+        texts = [json.loads(line)["text"] for line in out.read_text().splitlines()]
+        assert texts == [tokenizer.decode(row.tolist()) for row in all_rows(dataset, split)]
 
 
 # How documents are laid into rows.
@@ -456,8 +482,9 @@ def test_real_tokenizers(shared: Path) -> None:
     text = (shared / "data/tinystories/tinystories_a.txt").read_text(encoding="utf-8")[:60_000]
     for name in ("gpt2-tokenizer", "stories260K"):
         fast = backend(load_tokenizer(shared / "data" / name))
-        expected = np.array(whole(fast, text))
-        assert np.array_equal(encode(load_tokenizer(shared / "data" / name), [text])[0], expected)
+        for part in (text, text[:99]):  # in pieces, and at once
+            (found,) = encode(load_tokenizer(shared / "data" / name), [part])
+            assert found.tolist() == whole(fast, part)
 
 
 def test_long_and_short_documents_in_one_batch_keep_their_order(
@@ -558,7 +585,7 @@ def test_a_killed_process_loses_no_finished_part(
     parts = sorted((tmp_path / ".tokens.partial/train").glob("part-*.parquet"))
     written = {path.name: path.stat().st_mtime_ns for path in parts}
     assert len(written) == 3 and not (tmp_path / "tokens").exists()
-    for name in (".journal.json", "train/.part-00003.parquet"):
+    for name in (".journal.json", ".tokens.json", "train/.part-00003.parquet"):
         (tmp_path / f".tokens.partial/{name}.{'0' * 32}.tmp").write_text("killed while")
     saved = load_tokenizer(tmp_path / "tokenizer")
     resumed = prepare(tmp_path, tokenizer=saved)
