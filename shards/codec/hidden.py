@@ -96,9 +96,8 @@ class HiddenCodec(FreshDraws):
         def encode(part: slice) -> dict[str, Tensor]:
             arrays = self._round(hidden[part])
             rebuilt = _unnormalised(arrays, resources)
-            size, width = rebuilt.vocab_size, VOCABULARY_TILE
-            starts = range(0, size, width)
-            tiles = [rebuilt.log_tile(i, min(i + width, size)).logsumexp(1) for i in starts]
+            starts = range(0, rebuilt.vocab_size, VOCABULARY_TILE)
+            tiles = [rebuilt.log_tile(i, i + VOCABULARY_TILE).logsumexp(1) for i in starts]
             excess = rebuilt.logits_at(tokens[part]) - own[part]
             return {**arrays, "normalizer": (torch.stack(tiles).logsumexp(0) - excess).half()}
 
@@ -108,8 +107,7 @@ class HiddenCodec(FreshDraws):
         if self.dtype == "float16":
             return {"hidden": hidden.half()}
         scale = (hidden.abs().amax(1) / LARGEST_LEVEL).clamp(min=2.0**-14).half()
-        levels = (hidden / scale[:, None].float()).round().clamp(-LARGEST_LEVEL, LARGEST_LEVEL)
-        return {"hidden": levels.to(torch.int8), "scale": scale}
+        return {"hidden": (hidden / scale[:, None].float()).round().to(torch.int8), "scale": scale}
 
     def distribution(self, arrays: Arrays, tokens: Tokens, log_p: LogProbs, resources: Arrays) -> HeadLogits:
         """The teacher's distribution as rebuilt (for distillation losses too)."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 import torch
@@ -50,15 +51,12 @@ def check_ranks(name: str, arrays: Mapping[str, np.ndarray], vocab_size: int, *,
 
     ``name`` is that of the planes, arrays [rows, L, m] uint8; V is the most that any number may come to.
     """
-    planes = [arrays.get(plane) for plane in plane_names(name, vocab_size)]
-    most = 0
-    for i, plane in enumerate(planes):
-        if plane is None:
-            return ""
-        if are_gaps:  # none is negative, so the sum is the largest
-            most = most + (plane.sum(-1, dtype=np.int64) << 8 * i)
-        else:
-            most = most | (plane.astype(np.uint32) << 8 * i)
+    most: Any = 0
+    for i, plane in enumerate(plane_names(name, vocab_size)):
+        if plane in arrays:
+            # No gap is negative, so their sum is the largest number.
+            numbers = arrays[plane].sum(-1, dtype=np.int64) if are_gaps else arrays[plane].astype(np.uint32)
+            most = most + (numbers << 8 * i)
     largest = int(np.max(most, initial=0))
     return f"{name}: id {largest - 1}, of {vocab_size}" if largest > vocab_size else ""
 

@@ -120,9 +120,7 @@ class PosteriorCodec(FreshDraws):
             raise UsageError(what, where=where, got=self.num_entries, expected=most)
         missing = (0, self.num_entries - ids.shape[1])  # negative: cut off
         ids, listed = pad(ids, missing, value=-1), pad(log_probs, missing, value=-math.inf)
-        least = math.log(self.min_probability)
-        used = (ids >= 0) & (listed >= least)
-        listed = torch.where(used, listed, least)
+        used = (ids >= 0) & (listed >= math.log(self.min_probability))
         is_listed = (used & (ids == tokens[:, None])).any(1)
         known = torch.where(used, listed.double().exp(), 0.0).sum(1)
         known += torch.where(is_listed, 0.0, log_p.double().exp())

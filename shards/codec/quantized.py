@@ -53,7 +53,7 @@ class QuantizedCodec(Codec):
         levels = scaled.round().clamp(0, 2**self.bits - 1)
         rounded = lowest[:, None] + levels * spacing[:, None]
         rows, columns, passes = passes_token(noise, rounded)
-        lower = scaled[rows, columns].floor().clamp(min=0)
+        lower = scaled[rows, columns].floor()
         levels[rows, columns] = torch.where(passes, lower, levels[rows, columns])
         return {
             "levels": _pack(levels.to(torch.uint8), self.bits),

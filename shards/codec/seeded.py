@@ -183,7 +183,7 @@ class SeededCodec(Codec):
         self, waits: Float[Tensor, "n v"], prior: Float[Tensor, "n v"], coarsening: Int[Tensor, "n"]
     ) -> Bool[Tensor, "n v"]:
         """log(1 + p_j E_0 / E_j) > the unit of the position's scale."""
-        units, _, _ = _scale_table(self.tolerance_nats, waits.device)
+        units, _ = _scale_table(self.tolerance_nats, waits.device)
         least = torch.expm1(units[_level(coarsening)]).float()
         return waits > prior * least[:, None]
 
@@ -208,7 +208,7 @@ class SeededCodec(Codec):
 
     def _shifts(self, codes: Int[Tensor, "n m"], coarsening: UInt8[Tensor, "n"]) -> Float[Tensor, "n m"]:
         """Shifts in nats (float64)."""
-        units, nearest, _ = _scale_table(self.tolerance_nats, codes.device)
+        units, nearest = _scale_table(self.tolerance_nats, codes.device)
         level = coarsening.long()
         doubled = codes.minimum(nearest[level][:, None])
         return units[level][:, None] * (codes + doubled).double()
@@ -237,21 +237,15 @@ class SeededCodec(Codec):
 
 
 @lru_cache(maxsize=8)
-def _scale_table(
-    tolerance_nats: float, device: torch.device
-) -> tuple[Float[Tensor, "256"], Int[Tensor, "256"], Int[Tensor, "256"]]:
-    """(unit, ``num_nearest``, ``max_code``) of every value that ``coarsening`` can have."""
+def _scale_table(tolerance_nats: float, device: torch.device) -> tuple[Float[Tensor, "256"], Int[Tensor, "256"]]:
+    """(unit, ``num_nearest``) of every value that ``coarsening`` can have."""
     codec = SeededCodec(tolerance_nats)
     scales = [codec._scale] * COARSENED + codec._scales
     scales += scales[-1:] * (256 - len(scales))
     factors = [2.0 ** (level % COARSENED) if level < COARSENED else 1.0 for level in range(256)]
     units = [scale.unit * factor for scale, factor in zip(scales, factors, strict=True)]
     nearest = [scale.num_nearest for scale in scales]
-    return (
-        torch.tensor(units, dtype=torch.float64, device=device),
-        torch.tensor(nearest, device=device),
-        torch.tensor([scale.max_code for scale in scales], device=device),
-    )
+    return torch.tensor(units, dtype=torch.float64, device=device), torch.tensor(nearest, device=device)
 
 
 def _level(coarsening: Int[Tensor, "n"]) -> Int[Tensor, "n"]:
@@ -259,14 +253,12 @@ def _level(coarsening: Int[Tensor, "n"]) -> Int[Tensor, "n"]:
     return torch.where(coarsening > 0, coarsening + COARSENED, 0)
 
 
-def _codes(
-    shifts: Float[Tensor, "k"], unit: float | Tensor, num_nearest: int | Tensor, max_code: int | Tensor
-) -> Int[Tensor, "k"]:
+def _codes(shifts: Float[Tensor, "k"], unit: float | Tensor, num_nearest: int | Tensor) -> Int[Tensor, "k"]:
     """Codes of shifts in nats (float64)."""
     nearest = (shifts / (2 * unit)).round()
     above = shifts / unit - 2 * num_nearest
     upward = num_nearest + (above + 2.0**-12).ceil()
-    return torch.where(above > 0, upward, nearest).long().clamp(max=max_code)  # type: ignore[arg-type]
+    return torch.where(above > 0, upward, nearest).long()
 
 
 def _slots_for(tolerance_nats: float) -> int:

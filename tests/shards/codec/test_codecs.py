@@ -17,7 +17,7 @@ from torch.nn.functional import pad
 
 from shards.codec import protocol
 from shards.codec.full import FullCodec, frozen_posterior, passes_token, round_down_to_half
-from shards.codec.ids import FrequencyOrder, from_planes, most_probable_tokens, unigram_log_probs
+from shards.codec.ids import FrequencyOrder, from_planes, most_probable_tokens, plane_names, unigram_log_probs
 from shards.codec.posterior import PosteriorCodec
 from shards.codec.protocol import CODECS, PART_ELEMENTS, ArraySpec, Codec, TeacherOutput, make_codec, position_keys
 from shards.codec.quantized import QuantizedCodec
@@ -169,6 +169,7 @@ def test_codecs_from_outside_are_entry_points(monkeypatch: pytest.MonkeyPatch) -
     [
         ("posterior", {"num_entries": 0}, "num_entries"),
         ("posterior", {"min_probability": 1.0}, r"min_probability.*\[1e-12, 1\)"),
+        ("posterior", {"log_prob_step_nats": 0.0}, r"log_prob_step_nats.*\[0.001, 1\]"),
         ("posterior", {"num_entrys": 3}, "did you mean 'num_entries'"),
         ("posteriors", {}, "did you mean 'posterior'"),
         ("hidden", {"dtype": "int4"}, "dtype"),
@@ -188,22 +189,27 @@ def test_what_stands_for_an_id_and_for_a_shift_in_a_store_stays() -> None:
     """Writers and readers share these: no round trip would show a change."""
     order = FrequencyOrder.of(torch.tensor([-3.0, -1.0, -3.0, -2.0]))
     assert order.id_of_rank.tolist() == [1, 3, 0, 2] and order.rank_of_id.tolist() == [2, 0, 3, 1]
+    assert [len(plane_names("rank", most)) for most in (0, 255, 256, 65_535, 65_536)] == [1, 1, 2, 2, 3]
     numbers = [(scale.num_nearest, scale.max_code) for scale in map(ShiftScale, (0.001, 0.01, 0.5))]
     assert numbers == [(3457, 29483), (230, 2833), (0, 53)]
     assert _level(torch.tensor([0, 1, 6])).tolist() == [0, 129, 134]
+    assert SeededCodec(0.3)._scales == [ShiftScale(0.3), ShiftScale(0.5)]
+    assert SeededCodec().array_specs(50_257, None)["shift_gap_byte1"].trailing_shape == (1907,)
 
 
 @pytest.mark.parametrize(
-    ("codec", "name"), [("posterior", "entry_rank"), ("seeded", "shift_gap"), ("topk", "entry_gap")]
+    ("codec", "name", "other"),
+    [("posterior", "entry_rank", "entry_step"), ("seeded", "shift_gap", "shift_code"), ("topk", "entry_gap", "x")],
 )
-def test_ids_below_the_vocabulary_pass_and_no_others(codec: str, name: str) -> None:
+def test_ids_below_the_vocabulary_pass_and_no_others(codec: str, name: str, other: str) -> None:
     planes = {f"{name}_byte{i}": np.uint8([[[0, byte]]]) for i, byte in enumerate((88, 2))}
     assert make_codec(codec).check_ids(planes, 600) == ""
     assert make_codec(codec).check_ids(planes, 599) == f"{name}: id 599, of 599"
-    bytes_of = {f"{name}_byte0": [7, 0, 0], f"{name}_byte1": [0, 1, 0], "tail_log_mass": [5, 6, 7]}
-    cut = make_codec(codec).cut({key: torch.tensor([[row]]) for key, row in bytes_of.items()})
-    whole = bytes_of if codec == "topk" else {**bytes_of, f"{name}_byte0": [7, 0], f"{name}_byte1": [0, 1]}
-    assert {key: array[0, 0].tolist() for key, array in cut.items()} == whole, "256 has no low byte"
+    for width, rows in ((2, ([7, 0, 0], [0, 1, 0], [4, 0, 0])), (0, ([0, 0, 0],) * 3)):  # 256 has no low byte
+        entries = dict(zip((f"{name}_byte0", f"{name}_byte1", f"{other}_byte0"), rows, strict=True))
+        whole = {key: torch.tensor([[row]]) for key, row in {**entries, "tail_log_mass": [5, 6, 7]}.items()}
+        for key, array in make_codec(codec).cut(whole).items():
+            assert array.tolist() == whole[key][..., : width if key in entries and codec != "topk" else 3].tolist()
 
 
 @pytest.mark.parametrize("vocab_size", [2, 5, 600])
@@ -223,9 +229,10 @@ def test_parts_do_not_show(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     output, resources = teacher_output()
     codec = make_codec(name)
     whole = codec.encode(output, SEED, resources)
-    monkeypatch.setitem(PART_ELEMENTS, "cpu", 700)
-    for array, expected in codec.encode(output, SEED, resources).items():
-        assert torch.equal(expected, whole[array])
+    for elements in (700, 50):  # of some positions, or of less than one
+        monkeypatch.setitem(PART_ELEMENTS, "cpu", elements)
+        for array, expected in codec.encode(output, SEED, resources).items():
+            assert torch.equal(expected, whole[array])
 
 
 @pytest.mark.parametrize(
@@ -260,7 +267,7 @@ def test_every_entry_is_the_posterior_draw_rounded() -> None:
     assert torch.equal(round_down_to_half(values.half().float()), values.half()), "what has a place stays"
 
 
-@pytest.mark.parametrize("vocab_size", [90, 91])
+@pytest.mark.parametrize("vocab_size", [3, 90, 91])  # of three the token's is often the lowest
 @pytest.mark.parametrize("bits", [8, 4])
 def test_error_is_half_a_level(bits: Literal[4, 8], vocab_size: int) -> None:
     output, resources = teacher_output((6, 20, vocab_size))
@@ -268,11 +275,14 @@ def test_error_is_half_a_level(bits: Literal[4, 8], vocab_size: int) -> None:
     arrays = codec.encode(output, SEED, resources)
     noise = decode(codec, output, resources, arrays=arrays)
     decoded, exact = noise.gumbels(), exact_gumbels(output)
+    own = output.tokens.flatten()[:, None]
+    spread = exact.scatter(1, own, -math.inf).amax(1) - exact.scatter(1, own, math.inf).amin(1)
+    torch.testing.assert_close(arrays["spacing"].flatten(), spread / (2**bits - 1))
     levels = (decoded - exact).abs() / arrays["spacing"].flatten()[:, None]
     assert float((levels <= 0.5001).float().mean()) > 0.99
     assert float(levels.max()) <= 1.0001
     torch.testing.assert_close(of_tokens(decoded, output), of_tokens(exact, output))
-    for start, stop in [(0, 7), (7, 12), (13, vocab_size)]:
+    for start, stop in [(0, 2), (1, vocab_size // 2 + 1), (vocab_size // 2, vocab_size)]:
         assert torch.equal(noise.tile(start, stop), dense_arrivals(noise)[:, start:stop])
 
 
@@ -337,16 +347,17 @@ def scored(num: int) -> tuple[TeacherOutput, Arrays, tuple[Tensor, ...]]:
 
 
 def test_the_arrays_of_the_most_probable_tokens_are_those_of_the_distribution() -> None:
-    output, resources, given = scored(KEPT)
-    codec = PosteriorCodec(num_entries=KEPT)
-    whole = codec.encode(output, 0, resources)
-    found = codec.encode_likeliest(*given, resources)
-    assert found.keys() == whole.keys()
-    # The tail is a difference here, a sum there.
-    tails = found.pop("tail_log_mass"), whole.pop("tail_log_mass")[0]
-    torch.testing.assert_close(*tails, atol=2e-3, rtol=2e-3)
-    for name in found:
-        assert torch.equal(found[name], whole[name][0]), name
+    for known in (KEPT, 12):
+        output, resources, given = scored(known)
+        codec = PosteriorCodec(num_entries=KEPT)
+        whole = codec.encode(output, 0, resources)
+        found = codec.encode_likeliest(*given, resources)
+        assert found.keys() == whole.keys()
+        # The tail is a difference here, a sum there.
+        tails = found.pop("tail_log_mass"), whole.pop("tail_log_mass")[0]
+        torch.testing.assert_close(*tails, atol=2e-3, rtol=2e-3)
+        for name in found:
+            assert torch.equal(found[name], whole[name][0]), name
 
 
 def test_fewer_known_tokens_leave_their_mass_to_the_tail() -> None:
@@ -364,6 +375,17 @@ def test_fewer_known_tokens_leave_their_mass_to_the_tail() -> None:
     none = codec.encode_likeliest(torch.full_like(ids, -1), torch.full_like(values, -math.inf), tokens, own, resources)
     found = codec.distribution(none, tokens, own, resources).tile(0, 40)
     torch.testing.assert_close(found.gather(1, tokens[:, None])[:, 0], own.exp())
+    assert not any(bool(array.any()) for name, array in none.items() if name.startswith("entry"))
+    # One that is known, and too unlikely to be listed, is no part of the tail if it is the token.
+    unlikely = torch.tensor([[7, 4]]), torch.tensor([[0.9995, 2e-4]]).log(), torch.tensor([4])
+    tail = codec.encode_likeliest(*unlikely, torch.tensor([2e-4]).log(), resources)["tail_log_mass"].float().exp()
+    torch.testing.assert_close(tail, torch.tensor([3e-4]), atol=2e-6, rtol=0)
+    # Nothing is left where all are listed, or the token.
+    _, resources, (ids, values, *_) = scored(40)
+    all_but_one = PosteriorCodec(num_entries=39, min_probability=1e-12)
+    arrays = all_but_one.encode_likeliest(ids[:, :39], values[:, :39], ids[:, 39], values[:, 39], resources)
+    found = all_but_one.distribution(arrays, ids[:, 39], values[:, 39], resources).tile(0, 40)
+    torch.testing.assert_close(found.sum(1), torch.ones(6), atol=1e-3, rtol=0)
     rounded = torch.tensor([[7, 4]]), torch.tensor([[0.0, -7.0]]), torch.tensor([7])
     sure = codec.encode_likeliest(*rounded, torch.zeros(1), resources)  # more than 1 together
     assert bool(sure["tail_log_mass"].isfinite().all())
@@ -442,16 +464,16 @@ def test_the_distribution_is_rebuilt(
 
 
 def test_logits_that_the_head_does_not_give_are_refused() -> None:
-    output, resources = teacher_output((6, 20, 80), width=16)
+    output, resources = teacher_output((6, 20, 20), width=16)
     wrong = with_log_probs(output, torch.tanh(output.log_probs / 3) * 3)
     with pytest.raises(GdistillError, match="posterior"):
         make_codec("hidden").encode(wrong, SEED, resources)
     with pytest.raises(GdistillError, match="does not fit"):
-        make_codec("hidden").encode(output, SEED, {**resources, "lm_head": torch.ones(80, 8)})
+        make_codec("hidden").encode(output, SEED, {**resources, "lm_head": torch.ones(20, 8)})
     with pytest.raises(GdistillError, match="off by nan"):
         make_codec("hidden").encode(output, SEED, {**resources, "lm_head": resources["lm_head"] * math.nan})
     with pytest.raises(UsageError, match="hidden size"):
-        make_codec("hidden").array_specs(80, None)
+        make_codec("hidden").array_specs(20, None)
     with pytest.raises(UsageError, match="hidden states"):
         make_codec("hidden").encode(teacher_output()[0], SEED, resources)
     # One of the most probable tokens may be off by so many nats as rounding takes.
@@ -464,6 +486,9 @@ def test_logits_that_the_head_does_not_give_are_refused() -> None:
     with pytest.raises(GdistillError, match="off by"):
         codec.encode(far, SEED, resources)
     assert bool(codec._round(torch.tensor([[1e5]]))["hidden"].isinf()), "which no writer takes"
+    states, (levels, scale) = output.hidden[0], make_codec("hidden")._round(output.hidden[0]).values()
+    assert bool((levels.abs().amax(1) == 127).all())
+    assert float(((levels * scale[:, None].float() - states) / scale[:, None]).abs().max()) <= 0.5001
 
 
 # seeded: every entry within eps, few entries, the token still first.
@@ -545,11 +570,13 @@ def test_the_default_slots_hold_every_distribution_and_too_few_are_refused() -> 
     with pytest.raises(UsageError, match=r"max_entries.*57"):
         make_codec("seeded", max_entries=4).array_specs(300, None)
     assert make_codec("seeded", max_entries=4).array_specs(4, None)
+    assert make_codec("seeded", max_entries=57).array_specs(300, None)
 
 
 def stored_shifts(scale: ShiftScale, shifts: Tensor) -> Tensor:
     """Shifts in nats as they come back from their codes."""
-    codes = _codes(shifts, scale.unit, scale.num_nearest, scale.max_code)
+    codes = _codes(shifts, scale.unit, scale.num_nearest)
+    assert int(codes.max()) <= scale.max_code
     plain = torch.zeros(1, dtype=torch.uint8)
     return SeededCodec(scale.tolerance_nats)._shifts(codes[None], plain)[0]
 
@@ -579,7 +606,7 @@ def test_more_entries_than_the_slots_are_held_at_twice_the_tolerance(max_entries
     assert num_slots < vocab_size
     prior = torch.ones(3, vocab_size)
     waits = torch.full_like(prior, 1e-6)
-    waits[1] = math.expm1(0.015)
+    waits[1], waits[2, :num_slots] = math.expm1(0.015), math.expm1(0.015)  # the last just fits
     assert codec._coarsening(waits, prior).tolist() == [0, 1, 0]
     small = torch.ones(3, num_slots)
     assert codec._coarsening(waits[:, :num_slots], small).tolist() == [0, 0, 0]
@@ -599,6 +626,8 @@ def test_the_largest_entries_are_kept_and_the_others_weighed(kept: int) -> None:
     cut = dense_arrivals(noise)
     assert bool((torch.isfinite(cut).sum(1) == min(kept, 90)).all())
     torch.testing.assert_close(cut[cut < torch.inf], exact[cut < torch.inf], rtol=1e-2, atol=0)
+    shown, own = (of_tokens(arrivals, output) for arrivals in (cut, exact))
+    torch.testing.assert_close(shown[shown < torch.inf], own[shown < torch.inf])
     total = exact.reciprocal().sum(1)
     known = torch.where(cut < torch.inf, exact.reciprocal(), 0).sum(1)
     torch.testing.assert_close(noise.rest_rate, total - known, rtol=1e-3, atol=1e-3)
