@@ -33,7 +33,7 @@ A_MODEL = "a causal language model of transformers"
 SMALL_FILES = ["*.json", "*.txt", "*.model", "*.py", "*.jinja"]
 CONTEXT_FIELDS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "n_ctx")
 """What configurations call the longest input; families without one (Mamba, Bloom) read any."""
-NO_PART_OF_THE_MODEL = ("_name_or_path", "transformers_version", "dtype", "torch_dtype")
+NO_PART_OF_THE_MODEL = ("_name_or_path", "transformers_version", "dtype")
 Role = Literal["teacher", "judge", "verifier", "student", "backbone", "source"]
 """What a model is wanted for: its name in messages."""
 

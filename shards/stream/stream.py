@@ -62,13 +62,12 @@ def lanes_for(num_chunks: int, chunk_bytes: int, batch_size: int, window_bytes: 
 class SequentialOrder:
     """Rows as they are stored; each rank takes a contiguous part of a batch."""
 
-    def __init__(self, num_rows: int, rows_per_chunk: int) -> None:
-        self.num_rows, self.rows_per_chunk = num_rows, rows_per_chunk
+    def __init__(self, rows_per_chunk: int) -> None:
+        self.rows_per_chunk = rows_per_chunk
 
     def locate(self, positions: Indices) -> tuple[Indices, Indices]:
         """The row at each of n positions of the epoch, and the last position at which its chunk may be needed."""
-        last = (positions // self.rows_per_chunk + 1) * self.rows_per_chunk - 1
-        return positions, np.minimum(last, self.num_rows - 1)
+        return positions, (positions // self.rows_per_chunk + 1) * self.rows_per_chunk - 1
 
     def positions_of_rank(self, start: int, stop: int, rank: int, world_size: int) -> Indices:
         """The positions in start..stop-1 (one global batch) that a rank reads, ascending."""
@@ -452,7 +451,7 @@ class ShardStream:
         sizes = self._reader.num_rows, self._reader.rows_per_chunk
         order: Order
         if not self._shuffle:
-            order = SequentialOrder(*sizes)
+            order = SequentialOrder(self._reader.rows_per_chunk)
         elif lanes == 0:
             order = WholeOrder(*sizes, self._seed, epoch)
         else:

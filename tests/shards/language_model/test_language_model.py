@@ -68,8 +68,8 @@ def save_without_weights(folder: Path) -> Path:
     return folder
 
 
-def save_damaged_index(folder: Path) -> Path:
-    (save_without_weights(folder) / "model.safetensors.index.json").write_text('{"weight_map": []}')
+def save_damaged_index(folder: Path, index: str = '{"weight_map": []}') -> Path:
+    (save_without_weights(folder) / "model.safetensors.index.json").write_text(index)
     return folder
 
 
@@ -119,6 +119,7 @@ def save_with_code(folder: Path, model_type: str = "own-kind") -> Path:
         (save_bad_sizes, UsageError, r"cannot read the ROLE's configuration.*config\.json.*vocab_size"),
         (save_half_the_weights, GdistillError, "cannot load the ROLE"),
         (save_damaged_index, GdistillError, "damaged weight index"),
+        (lambda folder: save_damaged_index(folder, "{}"), GdistillError, "damaged weight index"),
         (save_nothing, UsageError, r"without config\.json"),
         (lambda folder: folder, UsageError, "no such ROLE folder"),
     ],
@@ -135,6 +136,9 @@ def test_what_is_no_whole_causal_model_is_refused(
 def test_code_beside_a_model_runs_where_the_user_asked_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
     monkeypatch.setattr(sys, "path", [*sys.path])
+    config = loading.find_pretrained(save_with_code(tmp_path / "own"), trust_remote_code=True).config
+    assert type(config).__name__ == "OwnConfig"
+    (tmp_path / "ran").unlink()
     folder = save_with_code(tmp_path / "model", "gpt2")
     for trusted, name in ((False, "GPT2LMHeadModel"), (True, "Own")):
         files = loading.find_pretrained(folder, trust_remote_code=trusted)
@@ -151,7 +155,7 @@ def test_look_ahead_shows_in_half_precision(tmp_path: Path) -> None:
 def test_the_same_model_as_a_decoder_is_a_teacher(tmp_path: Path, dtype: Any) -> None:
     folder = save_bert(tmp_path, 0.3, is_decoder=True)
     loaded = Teacher.load(folder, dtype, "cpu")
-    assert loaded.head is not None and loaded.head.last_hidden is None
+    assert loaded.head is not None and loaded.head.last_hidden is loaded.head.last_logits is None
     rows = torch.tensor([[0, 3, 4]])
     plain = transformers.AutoModelForCausalLM.from_pretrained(folder)(rows).logits[:, :-1]
     error = (loaded.log_probs(rows) - plain.log_softmax(-1)).abs().max()
@@ -303,7 +307,12 @@ def test_a_configuration_is_told_by_what_it_computes() -> None:
     first = files_with(GPT2Config(**config)).config_sha256
     for change in ({"layer_norm_epsilon": 1e-3}, {"layer_norm_epsilon": math.inf}, {"n_head": 4}):
         assert files_with(GPT2Config(**{**config, **change})).config_sha256 != first
-    saved = {"dtype": "bfloat16"}, {"_name_or_path": "elsewhere"}, {"transformers_version": "0"}
+    saved = (
+        {"dtype": "bfloat16"},
+        {"torch_dtype": "bfloat16"},
+        {"_name_or_path": "elsewhere"},
+        {"transformers_version": "0"},
+    )
     for change in ({}, *saved):
         assert files_with(GPT2Config(**{**config, **change})).config_sha256 == first
 

@@ -16,7 +16,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from scipy import stats
-from scipy.stats import chisquare, expon, ks_2samp, kstest
+from scipy.stats import chisquare, expon, kstest
 from torch import Tensor
 
 from benchmarks.dense_noise import DenseNoise, given_posterior
@@ -25,10 +25,11 @@ from shards.codec.seeded import ShiftedNoise
 from shards.errors import GdistillError, UsageError
 from shards.noise import embedding, gumbel, murmur3, philox
 from shards.noise import order_statistics as statistics
-from shards.noise.embedding import Noise, Weighting, dense_arrivals
+from shards.noise.embedding import Noise, dense_arrivals
 from shards.noise.gumbel import DenseProbabilities, Entries, HeadAndTail, KeyedPosterior, KeyedPrior
 from shards.noise.order_statistics import SparseNoise, TopPrior
 from shards.noise.philox import PositionKeys, exponential_from_bits
+from tests.trainer.sampling_cases import Largest
 
 
 def seeded(seed: int) -> torch.Generator:
@@ -197,6 +198,7 @@ def stored(num: int, vocab_size: int) -> StoredNoise:
     return StoredNoise(columns, lambda c, i, j: c[0][:, i:j].float(), exact.tokens, exact.token_gumbels, vocab_size)
 
 
+SOME = torch.arange(40) % 3 == 0
 POSTERIORS: dict[str, Callable[[], KeyedPosterior]] = {
     "posterior": lambda: dense_posterior(40, 97),
     "head_and_tail": lambda: head_and_tail(40, 97, 9)[0],
@@ -211,9 +213,9 @@ NOISES: dict[str, Callable[[], Noise]] = {
     "stored": lambda: stored(40, 97),
     "wide head_and_tail": lambda: head_and_tail(40, 1300, 9)[0],
     "wide shifted": lambda: shifted(40, 1300),
+    "prior at some": lambda: replace(dense_posterior(40, 97), is_prior=SOME),
 }
 WINDOWS = [(0, 512), (512, 1024), (1024, 1300), (1024, 1100), (0, 1300), (30, 700)]
-SOME = torch.arange(40) % 3 == 0
 
 
 @pytest.mark.parametrize("kind", NOISES)
@@ -251,13 +253,6 @@ def test_positions_that_are_prior_have_its_entries_and_all_else_stays(kind: str)
     is_own = torch.arange(97) == posterior.tokens[:, None]
     assert torch.equal(found[SOME][~is_own[SOME]], prior[SOME][~is_own[SOME]])
     torch.testing.assert_close(found[is_own][SOME], first[SOME], rtol=1e-5, atol=0)
-    index = torch.tensor([3, 39, 0, 4])
-    assert torch.equal(dense_arrivals(noise.select(index)), found[index])
-    assert torch.equal(torch.cat([dense_arrivals(part) for part in noise.split(7)]), found)
-    weight = torch.randn(97, 5, generator=seeded(0))
-    expected = (1.3 * noise.gumbels()).softmax(-1) @ weight
-    embedded = noise.softmax_embed(weight, Weighting(tau=1.3))
-    torch.testing.assert_close(embedded, expected, rtol=1e-4, atol=1e-5)
 
 
 def test_an_embedding_is_summed_over_tiles_that_autocast_does_not_round(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -300,10 +295,6 @@ def test_head_and_tail_uses_its_own_distribution() -> None:
     torch.testing.assert_close(dense_arrivals(noise), exact, rtol=1e-5, atol=1e-8)
 
 
-def assert_same_law(left: Tensor, right: Tensor) -> None:
-    assert ks_2samp(left.numpy(), right.numpy()).pvalue > 1e-4
-
-
 def assert_uniform(counts: Tensor) -> None:
     assert chisquare(counts.numpy()).pvalue > 1e-4
 
@@ -312,26 +303,12 @@ def exponentials(num: int, vocab_size: int, seed: int = 1) -> Tensor:
     return dense_arrivals(KeyedPrior(make_keys(num, seed), vocab_size))
 
 
-@pytest.mark.parametrize(("vocab_size", "kept"), [(3000, 5), (3000, 64)])
-def test_order_statistics_have_the_law_of_the_dense_draw(vocab_size: int, kept: int) -> None:
-    sparse = statistics.first_arrivals_of(make_keys(3000), vocab_size, kept)
-    dense = statistics.keep_first(exponentials(3000, vocab_size), kept)
-    assert bool((sparse.arrivals.diff(dim=1) >= 0).all()), "float32 may make two one"
-    for rank in {0, 1, kept // 2, kept - 1}:
-        assert_same_law(sparse.arrivals[:, rank], dense.arrivals[:, rank])
-    assert_same_law(sparse.rest_rate, dense.rest_rate)
-    # The rest given the last kept arrival, not only on its own: the ratio to its mean.
-    means = [statistics.mean_rate(n.arrivals[:, -1].double()) for n in (sparse, dense)]
-    ratios = [n.rest_rate / mean for n, mean in zip((sparse, dense), means, strict=True)]
-    assert_same_law(*ratios)
-
-
 def test_gaps_are_exponential_and_independent_and_say_nothing_of_ids() -> None:
     """Gaps, ids and the rest are drawn from streams of their own."""
     noise = statistics.first_arrivals_of(make_keys(20_000), 5000, 4)
     arrivals = torch.cat([torch.zeros(20_000, 1), noise.arrivals], dim=1).double()
     gaps = arrivals.diff(dim=1) * torch.arange(5000, 4996, -1)
-    assert kstest(gaps.flatten().numpy(), expon.cdf).pvalue > 1e-4
+    assert kstest(gaps.flatten().numpy(), expon.cdf).pvalue > 1e-4 and bool((gaps >= 0).all())
     correlation = torch.corrcoef((-gaps).exp().T)[~torch.eye(4, dtype=torch.bool)]
     assert float(correlation.abs().max()) < 4.5 / math.sqrt(20_000)
     columns = [*noise.ids.T.double(), *noise.arrivals.T.double().neg().exp()]
@@ -352,22 +329,10 @@ def test_ids_are_distinct_and_uniform_in_every_rank(monkeypatch: pytest.MonkeyPa
     assert_uniform(pairs[~torch.eye(40, dtype=torch.bool)])
 
 
-def test_work_does_not_grow_with_the_vocabulary(monkeypatch: pytest.MonkeyPatch) -> None:
-    drawn: list[int] = []
-    plain = philox.philox4x32
-
-    def counting(counter: tuple[Tensor, Tensor, Tensor, Tensor], seed: int) -> object:
-        words = plain(counter, seed)
-        drawn.append(words[0].numel())
-        return words
-
-    monkeypatch.setattr(philox, "philox4x32", counting)
-    totals = []
-    for vocab_size in (50_257, 5_000_000):
-        drawn.clear()
-        statistics.first_arrivals_of(make_keys(8), vocab_size, 32)
-        totals.append(sum(drawn))
-    assert totals[0] == totals[1] < 8 * 64
+def test_no_tensor_is_as_large_as_the_vocabulary() -> None:
+    with Largest() as largest:
+        statistics.first_arrivals_of(make_keys(8), 50_257, 32)
+    assert largest.elements <= 8 * 64
 
 
 def test_the_rest_has_the_mean_variance_and_skewness_of_its_sum_by_quadrature() -> None:
@@ -387,9 +352,12 @@ def test_the_rest_has_the_mean_variance_and_skewness_of_its_sum_by_quadrature() 
 def test_keyed_per_position_and_not_by_batch(vocab_size: int, kept: int) -> None:
     prior = TopPrior(make_keys(50), vocab_size, kept)
     whole, part = prior.drawn, prior.select(torch.tensor([17])).drawn
-    if kept > 16:  # a small vocabulary is drawn in full, and cut
-        drawn = statistics.keep_first(dense_arrivals(KeyedPrior(prior.keys, vocab_size)), min(kept, vocab_size))
-        assert torch.equal(whole.ids, drawn.ids)
+    if kept != 16:  # a small vocabulary is drawn in full, and cut
+        every = dense_arrivals(KeyedPrior(prior.keys, vocab_size))
+        assert torch.equal(whole.arrivals, every.sort(1).values[:, :kept])
+        assert torch.equal(every.gather(1, whole.ids), whole.arrivals)
+        rest = every.scatter(1, whole.ids, torch.inf).reciprocal().sum(1)
+        torch.testing.assert_close(whole.rest_rate, rest)
     assert whole.ids.shape == (50, min(kept, vocab_size))
     for name in ("ids", "arrivals", "rest_rate"):
         assert torch.equal(getattr(whole, name)[17:18], getattr(part, name)), name
@@ -536,33 +504,23 @@ def test_auto_compiles_on_cuda_alone_and_tells_why_not(compile_by: Callable, mon
     assert philox.noise_kernel("cpu") == philox.noise_kernel("cuda") == "eager"
 
 
-def test_a_form_that_is_compiled_wrongly_gives_way_to_the_next(compile_by: Callable) -> None:
-    """As PyTorch 2.13 does under AVX2: numbers of the first form are wrong, of the second right."""
-    tried: list[str] = []
-
-    def compiled(work: Callable[..., Tensor], **_: object) -> Callable[..., Tensor]:
-        tried.append(work.__name__)
-        wrong = work.__name__ == "_by_lane"
-        return lambda *words: -work(*words) if wrong else work(*words)
-
-    compile_by(compiled)
-    philox.use_noise_kernel("compiled")
-    assert_as_defined(make_keys(5, seed=1), 0, 40)
-    assert tried == ["_by_lane", "_all_lanes"]
-
-
-@pytest.mark.parametrize(("ulps", "most", "fits"), [(0, 0, True), (1, 0, False), (2, 2, True), (3, 2, False)])
-def test_a_compiled_kernel_may_differ_as_far_as_its_device_allows(
-    compile_by: Callable, monkeypatch: pytest.MonkeyPatch, ulps: int, most: int, fits: bool
+@pytest.mark.parametrize(
+    ("ulps", "most", "forms", "fits"),
+    [((0, 9), 0, 1, True), ((1, 0), 0, 2, True), ((1, 1), 0, 2, False), ((2, 9), 2, 1, True), ((3, 3), 2, 2, False)],
+)
+def test_the_first_form_is_taken_that_differs_no_more_than_its_device_allows(
+    compile_by: Callable, monkeypatch: pytest.MonkeyPatch, ulps: tuple[int, int], most: int, forms: int, fits: bool
 ) -> None:
-    """Not at all on a CPU, whose results are reproduced bit for bit."""
+    """Not at all on a CPU, whose results are reproduced bit for bit; PyTorch 2.13 errs in the first under AVX2."""
+    tried: list[str] = []
 
     def compiled(work: Callable[..., Tensor], **_: object) -> Callable[..., Tensor]:
         def run(*words: Tensor) -> Tensor:
             found = work(*words)
-            found.view(torch.int32)[3, 5, 1] -= ulps
+            found.view(torch.int32)[3, 5, 1] -= ulps[work.__name__ == "_all_lanes"]
             return found
 
+        tried.append(work.__name__)
         return run
 
     assert philox.LARGEST_ULPS == {"cpu": 0, "cuda": 2}
@@ -573,9 +531,10 @@ def test_a_compiled_kernel_may_differ_as_far_as_its_device_allows(
         philox.use_noise_kernel("compiled", "cpu")
     except GdistillError as error:
         obstacle = str(error)
+    assert tried == ["_by_lane", "_all_lanes"][:forms]
     assert philox.noise_kernel("cpu") == ("compiled" if fits else "eager")
     assert philox.noise_kernel("cuda") == "eager", "another device keeps its own kernel"
-    assert fits or f"{ulps} units" in obstacle
+    assert fits or f"{ulps[0]} units" in obstacle
 
 
 def test_one_graph_serves_every_size_and_gradient_mode(compile_by: Callable) -> None:
