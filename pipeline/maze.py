@@ -61,7 +61,7 @@ class MazeLayout:
     def __post_init__(self) -> None:
         where, cells = f"maze layout {self.name}", "".join(self.rows)
         widths = [len(row) for row in self.rows]
-        if len(set(widths)) != 1 or not widths[0]:
+        if len(set(widths)) != 1:
             raise UsageError("the maze is not a rectangle", where=where, got=widths)
         if stray := sorted(set(cells) - set(".#ST")):
             raise UsageError("unknown cell in the maze", where=where, got=stray, expected=". # S T")

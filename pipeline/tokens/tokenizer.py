@@ -26,13 +26,12 @@ from transformers import PreTrainedTokenizerBase
 
 from pipeline.corpus.config import MARKED, CorpusConfig, Packing, SpecialTokens
 from pipeline.corpus.documents import Tally
+from pipeline.tokens.pieces import encode_all
 from shards.errors import GdistillError, UsageError
 from shards.language_model.loading import find_tokenizer, looks_local
 
 BATCH_CHARACTERS = 1 << 19
 BATCH_DOCUMENTS = 1 << 12
-LONG_CHARACTERS = 1 << 14
-"""A longer document is tokenized in pieces."""
 NUM_ENCODERS = 2
 """Batches tokenized side by side, so that the end of one idles no core."""
 Ids = np.ndarray
@@ -153,12 +152,7 @@ def encode(tokenizer: PreTrainedTokenizerBase, texts: list[str], special_tokens:
     fast = backend(tokenizer)
     fast.encode_special_tokens = special_tokens == "text"
     try:
-        if max(map(len, texts), default=0) > LONG_CHARACTERS:
-            from pipeline.tokens.pieces import encode_all
-
-            return encode_all(fast, texts)
-        encoded = fast.encode_batch_fast(texts, add_special_tokens=False)
-        return [np.array(encoding.ids, np.int32) for encoding in encoded]
+        return encode_all(fast, texts)
     except Exception as error:  # the library raises bare Exception, for an unknown word say
         what, remedy = "the tokenizer cannot encode the text", "is it the tokenizer of this corpus?"
         where = tokenizer.name_or_path

@@ -253,6 +253,8 @@ def test_conversations_are_packed_and_scored_in_one_way(teacher: Path, tmp_path:
     for change in changes:
         with pytest.raises(UsageError, match="conversations"):
             run(tmp_path / "run", {**given(teacher, corpus), **change})
+    with pytest.raises(UsageError, match=r"conversations.*--engine.*--teacher"):
+        resolve_request(tmp_path, {"corpus": given(teacher, corpus)["corpus"], "engine": {"url": "http://x"}})
 
 
 PROMPTS = [*({"messages": turns(f"w{i} w{i + 1}")} for i in range(2, 12)), *({"prompt": f"w{i}"} for i in range(2, 8))]

@@ -290,6 +290,9 @@ def test_text_that_is_not_utf8(tmp_path: Path) -> None:
             everything(f"{tmp_path}/{name}")
 
 
+IDLE = {"field": "story", "split": "test", "seed": 3, "revision": "main", "validation_split": "test"}
+
+
 @pytest.mark.parametrize(
     ("spec", "settings", "message"),
     [
@@ -312,11 +315,7 @@ def test_text_that_is_not_utf8(tmp_path: Path) -> None:
         ("text:{folder}/a.csv", {"document_separator": " "}, "document_separator"),
         ("text:{folder}/a.csv", {"group_documents": 2, "packing": "pad"}, "nothing for pad"),
         ("owt", {"validation_source": "text:a", "validation_split": "b"}, "exclude each other"),
-        ("text:{folder}/a.csv", {"field": "story"}, r"means nothing.*corpus\.field"),
-        ("text:{folder}/a.csv", {"split": "test"}, r"means nothing.*corpus\.split"),
-        ("text:{folder}/a.csv", {"seed": 3}, r"means nothing.*corpus\.seed"),
-        ("text:{folder}/a.csv", {"revision": "main"}, r"means nothing.*corpus\.revision"),
-        ("text:{folder}/a.csv", {"validation_split": "test"}, r"means nothing.*corpus\.validation_split"),
+        *(("text:{folder}/a.csv", {name: value}, rf"means nothing.*corpus\.{name}") for name, value in IDLE.items()),
         ("jsonl:a.jsonl", {"document_separator": "line"}, "document_separator"),
         ("jsonl:a.jsonl#text", {"field": "story"}, "two fields"),
         ("owt", {"row_lenght": 32}, "did you mean 'row_length'"),

@@ -646,7 +646,9 @@ def test_requests_that_no_engine_can_meet(asked: Asked, tmp_path: Path) -> None:
 def test_a_store_keeps_as_many_tokens_as_the_engine_is_asked_for(tmp_path: Path) -> None:
     given: dict[str, Any] = {"corpus": {"spec": "owt"}}
     for changes, expected in (
-        ({"engine": {"url": "http://x"}}, 20),
+        ({}, 64),
+        ({"engine": {"url": "http://x"}, "teacher": {"location": "x"}}, 64),  # which gives states
+        ({"teacher": {}}, 20),
         ({"engine": {"url": "http://x", "num_top": 5}}, 5),
         ({"codec": {"num_entries": 3}}, 3),
     ):

@@ -196,23 +196,6 @@ def test_errors_of_every_thread_end_the_run_in_one_line_and_leave_nothing_half_d
     assert contents(tmp_path / "store") == reference
 
 
-def test_another_identity_is_refused_by_field(finished: Path, asked: Asked) -> None:
-    before = contents(finished)
-    cases: list[tuple[dict[str, Any], str]] = [
-        ({"seed": 1}, "seed"),
-        ({"codec": {"num_entries": 6}}, "codec.parameters.num_entries"),
-        ({"codec": {"name": "full"}}, "codec.name"),
-        ({"mode": "sequential"}, "tokens.mode"),
-        ({"teacher": {"dtype": "bfloat16"}}, "teacher.dtype"),
-        ({"store": {"rows": 20}}, "splits.train"),
-    ]
-    for change, field in cases:
-        message = rf"begun with other inputs.*{field}.*got .*expected "
-        with pytest.raises(UsageError, match=message):
-            run(finished, asked(**change))
-    assert contents(finished) == before
-
-
 def test_another_teacher_or_corpus_of_the_same_name_is_refused(
     tmp_path: Path, finished: Path, corpus: Path, teacher: Path
 ) -> None:
@@ -275,7 +258,7 @@ HOW_IT_RUNS = {
 ELSEWHERE = {
     *("corpus.source", "corpus.validation_source", "store.location", "teacher.location"),
     *("teacher.tokenizer", "teacher.revision", "teacher.device_map", "teacher.preset"),
-    *("teacher.trust_remote_code", "teacher.compiled", "mode", "corpus.seed"),
+    *("teacher.trust_remote_code", "teacher.compiled", "corpus.seed"),
 }
 """Places, hub revisions and what only a maze or another device reads: other tests have them."""
 WRITTEN = {"sequential.temperature", "sequential.nucleus_p"}

@@ -21,7 +21,6 @@ from pipeline.tokens.dataset import TokenDataset
 from pipeline.tokens.tokenizer import load_tokenizer
 from shards.errors import GdistillError, UsageError
 from shards.language_model.forward import largest_batch, resolve_device
-from shards.language_model.loading import find_pretrained
 from shards.noise.embedding import dense_arrivals
 from shards.noise.gumbel import KeyedPrior, gumbel_argmax
 from shards.noise.philox import PositionKeys
@@ -53,14 +52,14 @@ def loaded(teacher: Path) -> Teacher:
     return load(teacher)
 
 
-def save(folder: Path, family: str, max_shard_size: str = "5GB") -> Path:
+def save(folder: Path, family: str) -> Path:
     shape = {**FAMILIES[family], "vocab_size": PADDED, "initializer_range": 0.3}
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **shape))
         if (bias := model.get_output_embeddings().bias) is not None:
             torch.nn.init.normal_(bias)
-    model.save_pretrained(folder, max_shard_size=max_shard_size)
+    model.save_pretrained(folder)
     return extract_cases.save_tokenizer(folder)
 
 
@@ -144,30 +143,6 @@ def test_a_teacher_is_compiled_and_attends_as_asked(teacher: Path, monkeypatch: 
     assert used == [compiled.model]
     for kernel in ("eager", "sdpa"):
         assert load(teacher, attention=kernel).model.config._attn_implementation == kernel
-
-
-# Which teacher it is.
-
-
-def test_weights_in_several_files_are_the_same_teacher(tmp_path: Path) -> None:
-    one, many = save(tmp_path / "one", "qwen2"), save(tmp_path / "many", "qwen2", "4KB")
-    files = find_pretrained(many)
-    assert len(files.weight_files) > 1
-    assert files.weights_sha256 == find_pretrained(one).weights_sha256
-    from_one, from_many = (load(place).log_probs(random_rows()) for place in (one, many))
-    assert (from_one - from_many).abs().max() < 1e-5
-    files.weight_files[0].unlink()
-    with pytest.raises(Exception, match="a file of the teacher's weights is missing"):
-        load(many)
-
-
-def test_a_home_directory_is_found(teacher: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HOME", str(teacher.parent))
-    written = f"~/{teacher.name}"
-    assert find_pretrained(written).weights_sha256 == find_pretrained(teacher).weights_sha256
-    assert len(load_tokenizer(written)) == VOCAB_SIZE
-    with pytest.raises(UsageError, match="no such teacher folder"):
-        find_pretrained("~no-such-user/model")
 
 
 # Rows and logits that cannot be used.

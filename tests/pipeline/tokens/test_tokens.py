@@ -94,6 +94,7 @@ def test_rows_on_disk(
     rows = dataset.num_rows("train")
     assert [summary[f"num_{name}"] for name in ("documents", "rows", "tokens")] == [450, rows, 16 * rows]
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["tokens"]
+    assert {path.name for path in dataset.path.iterdir()} == {"tokens.json", "tokenizer", *dataset.splits}
     for start, stop in ((0, rows + 1), (-1, 1), (2, 1)):
         with pytest.raises(IndexError):
             dataset.read_rows("train", start, stop)
@@ -467,6 +468,7 @@ def test_white_space_that_is_one_word_is_not_cut() -> None:
 
 
 def test_a_normalizer_that_adds_to_the_text_forbids_cuts(bpe: PreTrainedTokenizerFast) -> None:
+    assert cut_between_words(Tokenizer(models.BPE()), TEXTS["sentences"], 100) == [TEXTS["sentences"]], "no words"
     fast = Tokenizer.from_str(backend(bpe).to_str())
     fast.normalizer = normalizers.Prepend("x")  # type: ignore[assignment]
     assert cut_between_words(fast, TEXTS["sentences"], 100) == [TEXTS["sentences"]]
@@ -576,7 +578,7 @@ dataset.prepare_tokens(config, tokenizer.load_tokenizer(sys.argv[2]), Path(sys.a
 
 @pytest.mark.usefixtures("small_parts")
 def test_a_killed_process_loses_no_finished_part(
-    tmp_path: Path, sentence_corpus: CorpusConfig, prepare: Prepare, bpe: Any
+    tmp_path: Path, sentence_corpus: CorpusConfig, prepare: Prepare, bpe: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bpe.save_pretrained(tmp_path / "tokenizer")
     given = [sentence_corpus.source, str(tmp_path / "tokenizer"), str(tmp_path)]
@@ -587,7 +589,8 @@ def test_a_killed_process_loses_no_finished_part(
     assert len(written) == 3 and not (tmp_path / "tokens").exists()
     for name in (".journal.json", ".tokens.json", "train/.part-00003.parquet"):
         (tmp_path / f".tokens.partial/{name}.{'0' * 32}.tmp").write_text("killed while")
-    saved = load_tokenizer(tmp_path / "tokenizer")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    saved = load_tokenizer("~/tokenizer")
     resumed = prepare(tmp_path, tokenizer=saved)
     kept = {name: (resumed.path / "train" / name).stat().st_mtime_ns for name in written}
     assert kept == written
