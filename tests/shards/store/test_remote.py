@@ -200,20 +200,6 @@ def test_a_claim_no_longer_renewed_is_void(url: str) -> None:
         assert not can_take(RemoteLocation(url))
 
 
-def num_holders(places: list[RemoteLocation]) -> int:
-    """How many get the claim of those that try at once and let go when all have tried."""
-    together = Barrier(len(places))
-
-    def try_to_hold(place: RemoteLocation) -> bool:
-        together.wait()
-        with place.claim(CLAIM, wait=False) as mine:
-            together.wait()
-            return mine
-
-    with ThreadPoolExecutor(len(places)) as pool:
-        return sum(pool.map(try_to_hold, places))
-
-
 def test_a_void_claim_is_taken_over(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     place, pauses = RemoteLocation(url), list[float]()
 
@@ -249,10 +235,18 @@ def test_one_process_gets_a_claim_even_where_creation_is_not_exclusive(
 ) -> None:
     monkeypatch.setattr("shards.store.remote.SETTLE_SECONDS", 0.3)
     LookThenWrite.looked = Barrier(4)
-    places = [RemoteLocation(memory) for _ in range(4)]
-    for place in places:
+    together, places = Barrier(4), [RemoteLocation(memory) for _ in range(4)]
+
+    def holds(place: RemoteLocation) -> bool:
+        """All try at once, and let go when all have tried."""
         place._files = LookThenWrite()
-    assert num_holders(places) == 1
+        together.wait()
+        with place.claim(CLAIM, wait=False) as mine:
+            together.wait()
+            return mine
+
+    with ThreadPoolExecutor(4) as pool:
+        assert sum(pool.map(holds, places)) == 1
     assert open_location(memory).claims() == []
 
 

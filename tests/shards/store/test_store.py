@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 
@@ -44,10 +45,13 @@ def test_rows_come_back_as_written_from_our_reader_and_from_any_of_zarr(sound: P
             for window in WINDOWS if split == "train" else ():  # across chunks and shards
                 np.testing.assert_array_equal(rows.read_rows(*window)[name], values[slice(*window)])
     assert group.attrs["gdistill"] == {"format": "gdistill", "format_version": 2, "manifest": "manifest.json"}
+    tail = (sound / "train/tokens/c/3/0").read_bytes()[-44:]
+    assert any(tail[:4]) and tail[4:8] == bytes(4), "an absent chunk's checksum is 0"
     array = group["train/entry_gumbels"]
     assert array.shape == (28, cases.LENGTH, 3)
     assert array.shards == (8, cases.LENGTH, 3) and array.chunks == (4, cases.LENGTH, 3)
     assert array.metadata.dimension_names == ("row", "position", None)
+    assert group["resources/lm_head"].chunks == (cases.VOCAB, 4)
 
 
 def test_what_is_read_is_what_was_asked_for(sound: Path, tmp_path: Path) -> None:
@@ -95,8 +99,11 @@ def test_a_large_resource_is_kept_in_chunks_of_rows(tmp_path: Path, monkeypatch:
 
 def test_a_store_is_found_at_its_folder_and_run(store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
-    for place in (store, tmp_path, f"{tmp_path}/", "~/store", f"local://{store}"):
+    cases.write_store("memory://run/store")
+    for place in (store, tmp_path, f"{tmp_path}/", "~/store", f"local://{store}", "memory://run/"):
         assert shards.open_store(place).split("validation").num_rows == 5
+    shutil.copytree(store, store / "store")
+    assert ShardStore.find(store).location.url == str(store), "the place itself comes first"
     for attempt in (shards.open_store, ShardStore.open):
         with pytest.raises(UsageError, match="no store there"):
             attempt(tmp_path / "elsewhere")
@@ -158,15 +165,28 @@ def test_an_incomplete_store_is_refused_unless_asked(tmp_path: Path) -> None:
     assert cases.open_writer(tmp_path / "store").location.claims() == ["train-000001"]
 
 
-def test_ways_of_computing_are_added_one_writer_after_another(tmp_path: Path) -> None:
-    place, ways = LocalLocation(tmp_path), [{"device": name} for name in ("cuda", "cpu")]
-    with ThreadPoolExecutor(1) as pool:
-        with place.claim("computed", wait=False):
+def test_who_writes_waits_for_who_writes_the_same(tmp_path: Path) -> None:
+    """For no longer here than a writer would take that does not wait."""
+    place, ways, root = (
+        LocalLocation(tmp_path),
+        [{"device": name, "kernels": None} for name in ("gpu", "cpu")],
+        tmp_path / "store",
+    )
+    with ThreadPoolExecutor(2) as pool:
+        with place.claim("computed", wait=False), LocalLocation(root).claim("create", wait=False):
             other = pool.submit(record_ways, place, [ways[1], ways[0], ways[1]])
-            wait([other], timeout=0.3)  # for no longer than a writer would take that does not wait
+            creator = pool.submit(cases.open_writer, root)
+            wait([other, creator], timeout=0.3)
             place.write(COMPUTED_FILE, json.dumps({"ways": ways[:1]}).encode())
+            assert LocalLocation(root).sizes() == {}
+        writer, _ = creator.result(), other.result()
+        shard, *_ = writer.pending("train")
+        with writer.location.claim(shard.claim_name, wait=False):
+            other = pool.submit(writer.write, shard, cases.make_arrays(writer.manifest, shard))
+            wait([other], timeout=0.3)
+            assert shard in writer.pending("train")
         other.result()
-    assert read_ways(place) == ways
+    assert read_ways(place) == ways and shard not in writer.pending("train")
 
 
 def test_a_head_of_another_shape_than_the_states_or_none_is_refused(tmp_path: Path) -> None:
