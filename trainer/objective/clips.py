@@ -23,7 +23,7 @@ def candidates() -> tuple[Clips, ...]:
 
 
 def clip_variance(block_nlls: Sequence[Float[Tensor, "_ blocks"]]) -> float:
-    """Sum over validation batches (up to 100) of the variance of a batch's block-mean NLLs.
+    """Sum over validation batches of the variance of a batch's block-mean NLLs.
 
     Each entry is one *global* batch, gathered over ranks, so the result does not depend on how
     many there are. The variance is the unbiased one over all B * nb blocks; NaN
@@ -31,7 +31,7 @@ def clip_variance(block_nlls: Sequence[Float[Tensor, "_ blocks"]]) -> float:
     """
     if any(nlls.numel() < 2 for nlls in block_nlls):
         return math.nan
-    return float(sum(nlls.double().var() for nlls in block_nlls[:MAX_BATCHES]))
+    return float(sum(nlls.double().var() for nlls in block_nlls))
 
 
 def best_clips(block_nlls: Mapping[Clips, Sequence[Float[Tensor, "_ blocks"]]]) -> Clips:

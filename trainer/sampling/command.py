@@ -84,10 +84,8 @@ def sampler_variants(
     """(folder below ``--out``, a sampler by the name of its file) for each value of the sweep.
 
     Args:
-        student: Its own sampler is taken where ``name`` is None.
-        name: Of the sampler.
-        options: Its settings by dotted name.
-        overrides: Further settings, ``key=value``.
+        name: Of the sampler; the student's own where it is None.
+        options: Its settings by dotted name, as are ``overrides``, ``key=value``.
         sweep: ``key=value,value,...``.
         budgets: Of each file, ``{"nfe": 8}`` say; an empty one leaves the sampler's own.
     """

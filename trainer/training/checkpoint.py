@@ -59,13 +59,11 @@ def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float) -> Tenso
     return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
 
-def ema_decay(update: int, limit: float) -> float:
-    """min(limit, (1 + n) / (10 + n)) for the n-th update, n counted from 1."""
-    return min(limit, (1 + update) / (10 + update))
-
-
 class ExponentialMovingAverage:
-    """Shadow weights s <- s - (1 - d) (s - w), by parameter name, in the weights' precision and sharding."""
+    """Shadow weights s <- s - (1 - d) (s - w), by parameter name, in the weights' precision and sharding.
+
+    d = min(``decay``, (1 + n) / (10 + n)) at update n = 1, 2, ...
+    """
 
     def __init__(self, module: nn.Module, decay: float) -> None:
         self.decay, self.num_updates = decay, 0
@@ -76,7 +74,8 @@ class ExponentialMovingAverage:
     def update(self) -> None:
         self.num_updates += 1
         shadows, weights = list(self.shadows.values()), list(self._parameters.values())
-        torch._foreach_lerp_(shadows, weights, 1.0 - ema_decay(self.num_updates, self.decay))
+        decay = min(self.decay, (1 + self.num_updates) / (10 + self.num_updates))
+        torch._foreach_lerp_(shadows, weights, 1.0 - decay)
 
     @contextmanager
     def applied(self) -> Iterator[None]:

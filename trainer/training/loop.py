@@ -8,7 +8,8 @@ number of processes sees the same global batches with the same corruption.
 
 ``metrics.jsonl`` has one JSON object per line: ``kind`` (``train`` or ``validation``), ``step``,
 ``num_steps`` and the figures. ``loss`` is the training objective with its own weights; ``nll_nats``
-of a validation is a likelihood (a bound for diffusion students).
+of a validation is a likelihood (a bound for diffusion students). A resumed run has the same figures
+but for ``seconds`` and ``tokens_per_second``.
 """
 
 from __future__ import annotations
@@ -74,9 +75,6 @@ from trainer.training.settings import (
 
 MAX_NAMED_ROWS = 16
 VALIDATION = "validation"
-TIMING_FIELDS = ("seconds", "tokens_per_second")
-"""Of a line of metrics: they depend on the machine. All others are the same for a run that was
-interrupted and resumed as for one that was not."""
 
 
 def train(config: RunConfig, store: str | Path, out: Path, *, init_from: Path | None = None) -> Path:
@@ -424,8 +422,7 @@ class Validator:
         return best_clips(losses)
 
     def _batches(self) -> Iterator[Batch]:
-        for rows in self._stream.one_pass():
-            yield self._make_batch(rows)
+        return map(self._make_batch, self._stream.one_pass())
 
     def _outputs(self, module: nn.Module, batch: Batch, clips: Clips) -> list[LossOutput]:
         """Of micro-batches, as many on every process: a sharded forward pass is collective.

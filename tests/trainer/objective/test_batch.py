@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from shards.errors import UsageError
 from shards.noise.embedding import dense_arrivals
 from shards.noise.gumbel import KeyedPosterior
 from shards.settings import derive_seed
@@ -183,13 +182,3 @@ def test_only_training_sees_it(store: Path, kind: str) -> None:
         losses.append([student.train(mode).loss(batch).loss.item() for mode in (True, False)])
     (trained, validated), (freely_trained, freely_validated) = losses
     assert validated == freely_validated and trained != freely_trained
-
-
-def test_stores_of_frozen_draws_are_refused_before_training(store: Path, tmp_path: Path) -> None:
-    frozen, share = write_store(tmp_path / "seeded", "seeded"), {"model__noise__prior_share": 0.2}
-    for path, none, words in (
-        (frozen, {}, r"prior_share.*codec seeded"),
-        (store, {"model__conditioning": "none"}, "prior_share"),
-    ):
-        with pytest.raises(UsageError, match=words):
-            build_student(tiny_run(**share, **none), ShardStore.open(path), None)

@@ -198,7 +198,6 @@ def test_search_takes_the_smallest_variance() -> None:
     assert clip_variance(quiet * 2) == pytest.approx(2 * quiet[0].var().item())
     assert best_clips({(0.1, 0.9): loud, (0.3, 0.8): quiet}) == (0.3, 0.8)
     assert best_clips({(0.1, 0.9): quiet, (0.3, 0.8): quiet}) == (0.1, 0.9)
-    assert clip_variance(quiet * 100 + loud) == pytest.approx(100 * quiet[0].var().item())
     assert best_clips({(0.1, 0.9): [torch.full((2, 2), torch.nan)], FULL: loud}) == FULL
     with pytest.raises(GdistillError, match=r"no finite variance.*got 1 candidates"):
         best_clips({FULL: [*quiet, torch.full((1, 1), 2.0)]})

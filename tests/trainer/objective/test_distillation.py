@@ -12,7 +12,6 @@ import torch
 from torch.nn import functional
 
 from benchmarks.goldens import denoise
-from shards.errors import UsageError
 from shards.noise.gumbel import DenseProbabilities, Entries, HeadAndTail
 from tests.trainer.run_cases import VOCAB as SMALL
 from tests.trainer.run_cases import next_batch, student_of, teacher_logits, tiny_run, trainer_of, write_store
@@ -170,13 +169,9 @@ def test_an_autoregressive_student_pays_the_dense_kl_at_every_position(whole: Pa
     torch.testing.assert_close(student.train().loss(batch).loss, kl.mean(), rtol=3e-3, atol=1e-5)
 
 
-def test_sequence_level_distillation_wants_rows_of_the_teacher(store: Path, tmp_path: Path) -> None:
-    config = tiny_run(model__kd__kind="sequence", training__num_steps=2)
-    with pytest.raises(UsageError, match=r"rows of the teacher.*--mode sequential"):
-        train(config, store, tmp_path / "run")
-    assert not (tmp_path / "run" / "config.json").exists()
+def test_sequence_level_distillation_learns_from_rows_of_the_teacher(tmp_path: Path) -> None:
     tokens = {"fingerprint": "ef" * 32, "corpus": "random", "mode": "sequential"}
     written = write_store(tmp_path / "written", tokens=tokens)
-    assert train(config, written, tmp_path / "run")
+    assert train(tiny_run(model__kd__kind="sequence", training__num_steps=2), written, tmp_path / "run")
     sealed = json.loads((tmp_path / "run" / "model" / "config.json").read_text())
     assert sealed["kd"]["kind"] == "sequence"

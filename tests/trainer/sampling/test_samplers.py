@@ -168,23 +168,16 @@ def test_samplers_follow_the_exact_distribution(goldens: Goldens, case: str) -> 
     assert result.detectable_effect < 0.09
 
 
-@pytest.mark.parametrize(
-    ("drawn", "judged"),
-    [
-        ("mdlm.ancestral_T1.p1.0", "mdlm.ancestral_T2.p1.0"),
-        ("mdlm.ancestral_T2.p0.8", "mdlm.ancestral_T5.p0.8"),
-        ("mdlm.ancestral_T1.p1.0", "mdlm_gumbel.ancestral_T1.p1.0"),
-        ("mdlm.ancestral_T5.p1.0", "mdlm.ancestral_T5.p0.8"),
-    ],
-)
-def test_the_test_can_fail(goldens: Goldens, drawn: str, judged: str) -> None:
-    """Another number of steps, another nucleus p or missing noise is rejected."""
-    assert not run_case(goldens, drawn, NUM, judged_by=judged).passed
-
-
-def test_tau_has_its_own_distribution(goldens: Goldens) -> None:
+def test_tau_has_its_own_distribution_and_the_test_can_fail(goldens: Goldens) -> None:
+    """Another tau, another number of steps, missing noise or another nucleus p is rejected."""
     assert run_tau(goldens, 0.5, NUM, judged_by=0.5).passed
     assert not run_tau(goldens, 0.5, NUM, judged_by=1.0).passed
+    for drawn, judged in (
+        ("mdlm.ancestral_T1.p1.0", "mdlm.ancestral_T2.p1.0"),
+        ("mdlm.ancestral_T1.p1.0", "mdlm_gumbel.ancestral_T1.p1.0"),
+        ("mdlm.ancestral_T5.p1.0", "mdlm.ancestral_T5.p0.8"),
+    ):
+        assert not run_case(goldens, drawn, NUM, judged_by=judged).passed
 
 
 def test_race_goldens_and_uniforms_finer_than_float32(ops: dict[str, Tensor]) -> None:

@@ -70,14 +70,14 @@ def tiny_drafter(folder: Path, shape: str = "llama", scale: float = 0.3, **chang
     return student, store
 
 
-def trained_heads(folder: Path, **changes: Any) -> tuple[Medusa, Path]:
+def trained_heads(folder: Path, shape: str = "llama", scale: float = 0.3, **changes: Any) -> tuple[Medusa, Path]:
     """Medusa heads with weights as after some training, of which none is zero; and the store."""
-    student, store = fresh(folder, "medusa", **changes)
+    student, store = fresh(folder, "medusa", shape, **changes)
     assert isinstance(student, Medusa)
     generator = torch.Generator().manual_seed(5)
     for weight in student.eval().parameters():
         with torch.no_grad():
-            weight.add_(torch.randn(weight.shape, generator=generator), alpha=0.3)
+            weight.add_(torch.randn(weight.shape, generator=generator), alpha=scale)
     return student, store
 
 

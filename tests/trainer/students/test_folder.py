@@ -185,15 +185,6 @@ def test_the_card_samples_as_make_sample_does(kind: str, layers: tuple[int, ...]
     assert rows.shape == (4, LENGTH) and bool((rows < student.mask_id).all())
 
 
-def test_a_users_own_trainer_py_is_warned_of(tmp_path: Path) -> None:
-    """Python then imports it in place of the package; the card quotes what it says."""
-    (tmp_path / "trainer.py").write_text("")
-    words = [sys.executable, "-c", "import trainer.loading"]
-    known = subprocess.run(words, capture_output=True, text=True, cwd=tmp_path, check=False)
-    assert "'trainer' is not a package" in known.stderr
-    assert "'trainer' is not a package" in model_card(record(), make_student())
-
-
 IN_A_FRESH_PROCESS = """
 import sys
 for script in sys.argv[1:]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,6 @@ from trainer.objective.corruption import FULL, masked_log_probs
 from trainer.students import bd3lm
 from trainer.students.bd3lm import flex_training_attention, training_mask
 from trainer.students.conditioning import EmbeddedNoise
-from trainer.students.configuration import BackboneSettings, DiffusionSettings, DistillationSettings, NoiseSettings
 from trainer.students.dit import full_attention, masked_attention
 from trainer.students.folder import read_model
 from trainer.students.registry import AR, BD3LM, MDLM, StudentSettings, read_preset
@@ -112,18 +110,9 @@ def test_forward_refuses_what_it_would_ignore() -> None:
         assert torch.equal(plain(tokens, **whole, use_cache=use_cache).logits, plain(tokens).logits)
 
 
-OUTSIDE: dict[str, tuple[float, ...]] = {
-    "hidden_size num_layers num_heads condition_size mlp_ratio block_size noise.rank": (0,),
-    "backbone.num_proposed backbone.head_rank": (0,),
-    "embedding_init_std noise.tau diffusion.max_loss_weight kd.temperature": (0.0, math.inf),
-    "noise.prior_weight noise.top_k": (-1,),
-    "dropout noise.prior_share": (-0.1, 1.0),
-    "diffusion.min_time diffusion.max_time kd.weight": (0.0, 1.5),
-    "diffusion.fully_masked_share": (-0.1, 1.1),
-}
-RANGES = [(name, value) for names, values in OUTSIDE.items() for name in names.split() for value in values]
+OUTSIDE = ("hidden_size", "noise.tau", "diffusion.max_time", "kd.temperature", "backbone.num_proposed")
 BAD_SETTINGS = [
-    *((nested(name.split("."), value), rf"out of range \[model\.{name}\]") for name, value in RANGES),
+    *((nested(name.split("."), 0), rf"out of range \[model\.{name}\]") for name in OUTSIDE),
     ({"hidden_size": 14}, "hidden_size.*a multiple of 4"),
     ({"block_size": 3}, "block_size"),
     ({"attention": "flex"}, "attention.*narrower than 16"),
@@ -140,17 +129,8 @@ BAD_SETTINGS = [
 
 
 def test_presets_are_valid_and_bad_settings_are_named() -> None:
-    """What a user leaves out is the paper's student."""
     for name in ("tiny", "small", "medium", "maze"):
         assert StudentSettings(**read_preset(name)).num_layers >= 2
-    groups = (
-        NoiseSettings("replace", "gumbel", 0.0, "own", None, 1.0, 0.0, (), 0),
-        DiffusionSettings("loglinear", "schedule", None, 0.0, 1e-3, 1.0, False, False, False),
-        DistillationSettings("none", 1.0, 1.0),
-        BackboneSettings(None, "float32", 3, "hidden", "shared", 64),
-    )
-    usual = StudentSettings(768, 12, 12, 128, 4, 0.1, "auto", None, "none", None, None, False, *groups)
-    assert usual == StudentSettings() == StudentSettings(**read_preset("small"))
     assert make_student(noise={"rank": 16}).conditioner.weight.shape == (VOCAB, 16), "the largest rank"
     for change, named in BAD_SETTINGS:
         with pytest.raises(UsageError, match=named):
