@@ -125,13 +125,13 @@ class MazeLayout:
 
 
 def load_maze(layout: str | Path) -> MazeLayout:
-    """A built-in layout by name, or a file that holds the grid; a UsageError for any other name or file."""
-    if str(layout) in LAYOUTS:
-        return MazeLayout(str(layout), LAYOUTS[str(layout)])
-    path = Path(layout)
+    """A built-in layout by name (k4 if none is named), or a file of the grid; a UsageError for any other."""
+    name, path = str(layout) or "k4", Path(layout)
+    if name in LAYOUTS:
+        return MazeLayout(name, LAYOUTS[name])
     if not path.is_file():
         expected = f"one of {sorted(LAYOUTS)} or a layout file"
-        where, remedy = f"maze:{layout}", did_you_mean(str(layout), LAYOUTS)
+        where, remedy = f"maze:{layout}", did_you_mean(name, LAYOUTS)
         raise UsageError("unknown maze layout", where=where, expected=expected, remedy=remedy)
     try:
         return MazeLayout(path.stem, tuple(path.read_text(encoding="utf-8").split()))

@@ -18,7 +18,6 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from pipeline.corpus.config import MARKED, scheme_of, split_field
-from pipeline.corpus.documents import Tally
 from pipeline.extract import Extractor, resources_on, settle_environment
 from pipeline.settings import TOKENS_RECORD, ExtractRequest, StoreSettings, Worker
 from pipeline.teacher import Teacher, check_row_length, check_vocabulary, tokenizer_size
@@ -77,7 +76,7 @@ def run_extraction(request: ExtractRequest, worker: Worker, load: Callable[..., 
     if settings.has_states:
         identity["states"] = "engine"
     manifest = build_manifest(request, dataset, identity, files.hidden_size)
-    resources = _resources(request, dataset, manifest, loaded)
+    resources = _resources(request, dataset, loaded)
     writer = begin_store(request, dataset, manifest, resources, files.folder)
     num_tokens, waiting = 0, 0.0
     if writer.all_pending():
@@ -144,7 +143,7 @@ def own_teacher(request: ExtractRequest) -> tuple[str, Path]:
     if scheme != "maze":
         expected = "a local folder or the hub id of a causal language model"
         raise UsageError("no teacher", where="--teacher", expected=expected)
-    return layout or "k4", request.out / "teacher"
+    return layout, request.out / "teacher"
 
 
 def check_teacher(request: ExtractRequest, files: PretrainedFiles) -> tuple[ExtractRequest, PreTrainedTokenizerBase]:
@@ -308,7 +307,7 @@ def begin_store(
     if scheme == "maze" and teacher is not None:
         from pipeline.maze import load_maze
 
-        artifact = {**load_maze(layout or "k4").artifact(), "seed": request.corpus.seed}
+        artifact = {**load_maze(layout).artifact(), "seed": request.corpus.seed}
         text = json.dumps(artifact, indent=2, sort_keys=True).encode() + b"\n"
         record = teacher / "maze.json"  # with the path probabilities of a teacher trained here
         sides["corpus/maze.json"] = record.read_bytes() if record.is_file() else text
@@ -321,19 +320,16 @@ def begin_store(
     return writer
 
 
-def _resources(
-    request: ExtractRequest, dataset: TokenDataset, manifest: Manifest, teacher: Callable[[], Teacher]
-) -> dict[str, np.ndarray]:
+def _resources(request: ExtractRequest, dataset: TokenDataset, teacher: Callable[[], Teacher]) -> dict[str, np.ndarray]:
     """The arrays that the codec wants once per store: an intact store's own, else made.
 
     A finished store needs no teacher; ``teacher()`` is asked for its head where there is none.
     """
-    # Where there is no store yet, or a damaged one, the writer, which opens next, decides: it writes altered
-    # resources anew and refuses a damaged manifest.
+    # Where there is no store yet, a damaged one or another one, the writer, which opens next, decides: it writes
+    # altered resources anew and refuses a damaged manifest, or another one.
     with suppress(GdistillError):
         store = ShardStore.open(request.store, allow_incomplete=True)
-        if store.manifest.difference(replace(manifest, files=store.manifest.files)) is None:
-            return {name: tensor.numpy() for name, tensor in store.resources.items()}
+        return {name: tensor.numpy() for name, tensor in store.resources.items()}
     resources: dict[str, np.ndarray] = {}
     for name in request.codec.resource_names:
         if name == "unigram_log_probs":
@@ -359,13 +355,12 @@ def corpus_lines(dataset: TokenDataset) -> list[str]:
     """What stage 1 read, left out and repaired, split by split."""
     lines = []
     for split, record in dataset.record["splits"].items():
-        tally = Tally(**{name: record[name] for name in vars(Tally())})
-        parts = [f"{tally.num_documents:,} documents"] * bool(tally.num_documents)  # scored rows come without
+        parts = [f"{record['num_documents']:,} documents"] * bool(record["num_documents"])  # scored rows come without
         parts.append(f"{record['num_rows']:,} rows")
         notes = {
-            "empty documents left out": tally.num_empty,
-            "documents of bad UTF-8": tally.num_bad_utf8,
-            "control characters kept": tally.num_control_characters,
+            "empty documents left out": record["num_empty"],
+            "documents of bad UTF-8": record["num_bad_utf8"],
+            "control characters kept": record["num_control_characters"],
             "special tokens spelled out in the text": record.get("num_special_tokens", 0),
             "tokens left over": record["num_dropped_tokens"],
         }

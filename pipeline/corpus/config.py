@@ -173,7 +173,7 @@ def corpus_config(spec: str, settings: Mapping[str, Any] | None = None, *, is_re
     if scheme == "maze" and config.row_length is None:
         from pipeline.maze import load_maze  # late: it waits for torch
 
-        config = replace(config, row_length=load_maze(rest or "k4").row_length)
+        config = replace(config, row_length=load_maze(rest).row_length)
     return config
 
 

@@ -214,7 +214,7 @@ def open_source(config: CorpusConfig, split: str) -> Source | None:
     if scheme == "maze":
         from pipeline.maze import maze_documents
 
-        return Listed(*maze_documents(rest or "k4", config.seed, split), where=source)
+        return Listed(*maze_documents(rest, config.seed, split), where=source)
     from pipeline.corpus import tables
 
     if scheme == "hf":

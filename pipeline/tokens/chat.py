@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from pipeline.tokens.tokenizer import Ids, backend
+from pipeline.tokens.pieces import Ids
+from pipeline.tokens.tokenizer import backend
 from shards.errors import GdistillError, first_line
 
 

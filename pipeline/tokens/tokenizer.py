@@ -26,16 +26,13 @@ from transformers import PreTrainedTokenizerBase
 
 from pipeline.corpus.config import MARKED, CorpusConfig, Packing, SpecialTokens
 from pipeline.corpus.documents import Tally
-from pipeline.tokens.pieces import encode_all
+from pipeline.tokens.pieces import BATCH_CHARACTERS, Ids, encode_all
 from shards.errors import GdistillError, UsageError
 from shards.language_model.loading import find_tokenizer, looks_local
 
-BATCH_CHARACTERS = 1 << 19
 BATCH_DOCUMENTS = 1 << 12
 NUM_ENCODERS = 2
 """Batches tokenized side by side, so that the end of one idles no core."""
-Ids = np.ndarray
-"""Token ids, int32."""
 
 
 def load_tokenizer(location: str | Path) -> PreTrainedTokenizerBase:

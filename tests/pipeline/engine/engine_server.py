@@ -42,7 +42,6 @@ class EngineServer:
         shift_nats: Added to every logit of token 3: another model under the same name.
         context: What ``/v1/models`` says, and beyond which a row and one token are refused.
         most_top: Log-probabilities at a position that may be asked for.
-        padding: Ids beyond the tokenizer, to each of which the model gives a high probability.
         states: Folder that hidden states go to, as vLLM's connector writes them; None for none.
     """
 
@@ -51,7 +50,7 @@ class EngineServer:
         self.dialect, self.name, self.shift_nats = dialect, "tiny", 0.0
         self.context: int | None = None
         self.others: list[str] = []
-        self.most_top, self.padding = 20, 0
+        self.most_top = 20
         self.states: Path | None = None
         self._last = torch.empty(0)
         norm = last_norm(self.model)
@@ -70,7 +69,6 @@ class EngineServer:
             logits = self.model(torch.tensor([ids])).logits[0, :-1].float()
             states = self._last[0][:, None]
         logits[:, 3] += self.shift_nats
-        logits = torch.cat([logits, logits.amax(1, keepdim=True).repeat(1, self.padding)], 1)
         log_probs = logits.log_softmax(-1)
         if self.dialect == "sglang":
             return _generated(ids, log_probs, request)

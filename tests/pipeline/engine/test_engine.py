@@ -201,17 +201,6 @@ def test_scores_are_the_models_own_in_the_order_of_the_rows(teacher: Path, diale
     assert np.all(rows[0].top_ids[0] == -1) and rows[0].token_log_probs[0] == 0
 
 
-@pytest.mark.parametrize("dialect", DIALECTS)
-def test_ids_of_no_token_are_left_out(teacher: Path, dialect: str) -> None:
-    """A model padded beyond its tokenizer: padding may be most probable, and is no entry."""
-    server = EngineServer(teacher, dialect)
-    server.padding = 3
-    with server.running() as url:
-        (row,) = engine(url, dialect=dialect).score(ROWS[:1], NAMES[:1])
-    assert row.top_ids.max() < VOCAB_SIZE
-    assert ((row.top_ids[1:] >= 0).sum(1) >= 1).all() and (row.top_ids[1:] == -1).any()
-
-
 def test_what_a_server_refuses_for_every_row_is_known_from_a_few_ids(
     server: EngineServer, asked: Asked, tmp_path: Path
 ) -> None:
@@ -453,6 +442,10 @@ def test_one_wrong_state_of_a_row_is_found(teacher: Path) -> None:
     behind.engine.behind_layers[1, 4] = behind.engine.behind_layers[1, 3]
     with pytest.raises(GdistillError, match=r"row 11, position 5\]; got"):
         behind.forward(rows, torch.tensor([10, 11]))
+    without_norm = load_causal_model(find_pretrained(teacher))
+    del without_norm.network.transformer.ln_f
+    with pytest.raises(UsageError, match="no norm behind its last layer"):
+        StatesTeacher(without_norm, VOCAB_SIZE)
 
 
 SMALL: dict[str, Any] = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 3}
@@ -491,9 +484,8 @@ def test_what_stands_behind_the_layers_is_read_without_them(kind: str, tmp_path:
     torch.testing.assert_close(found, given.expected, rtol=0, atol=1e-4)
 
 
-@pytest.mark.parametrize("padding", [0, 3])
-def test_a_padded_output_layer_is_cut(padding: int, asked: Asked, tmp_path: Path) -> None:
-    padded = extract_cases.save_teacher(tmp_path / "padded", VOCAB_SIZE + padding)
+def test_a_padded_output_layer_is_cut(asked: Asked, tmp_path: Path) -> None:
+    padded = extract_cases.save_teacher(tmp_path / "padded", VOCAB_SIZE + 3)
     server = EngineServer(padded)
     server.states = tmp_path
     with server.running() as url:
@@ -539,6 +531,10 @@ def test_files_of_scores_become_a_store(
         run_scored(resolve_request(tmp_path / "out", in_files), Worker(), tokens_only=True)
     none = {**in_files, "corpus": {**in_files["corpus"], "validation_fraction": 0.0}}
     assert run(tmp_path / "none", none).manifest.splits == {"train": 30}
+    read, late = ScoreFiles.read, tmp_path / "late"  # rows that are others once they are written
+    with monkeypatch.context() as patch, pytest.raises(GdistillError, match="scores are of other rows"):
+        patch.setattr(ScoreFiles, "read", lambda *of: read(*of)[:: -1 if (late / "tokens").exists() else 1])
+        run(late, in_files)
     in_files["corpus"]["spec"] = f"scores:{tmp_path}/s*.jsonl"
     with pytest.raises(UsageError, match="other settings"):
         run(tmp_path / "out", in_files)

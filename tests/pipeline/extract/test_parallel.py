@@ -102,15 +102,13 @@ def test_processes_write_the_bytes_of_one(trial: Trial, workers: list[tuple[int,
 
 @pytest.mark.slow
 def test_accelerate_writes_the_bytes_of_one(trial: Trial, teacher: Path, corpus: Path) -> None:
-    words = ["-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2"]
-    words += ["--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no"]
-    words += ["--main_process_port", "0", "-m", "pipeline.cli", "--out", str(trial.out)]
-    words += ["--corpus", f"text:{corpus}", "--teacher", str(teacher)]
-    words += ["--row-length", str(ROW_LENGTH), "--batch-size", "4", "--device", "cpu"]
-    words += ["--set", "corpus.document_separator=line", "--set", "corpus.validation_fraction=0.1"]
-    words += ["--set", "codec.num_entries=5", "--set", "store.rows_per_shard=16"]
-    words += ["--set", "store.rows_per_chunk=8", "--set", "threads=1"]
-    done = subprocess.run([sys.executable, *words], capture_output=True, text=True)
+    words = "-m accelerate.commands.launch --multi_gpu --num_processes 2 --num_machines 1 --mixed_precision no"
+    words += f" --dynamo_backend no --main_process_port 0 -m pipeline.cli --out {trial.out} --corpus text:{corpus}"
+    words += f" --teacher {teacher} --row-length {ROW_LENGTH} --batch-size 4 --device cpu"
+    settings = "corpus.document_separator=line corpus.validation_fraction=0.1 codec.num_entries=5"
+    settings += " store.rows_per_shard=16 store.rows_per_chunk=8 threads=1"
+    given = [sys.executable, *words.split(), *(f"--set={each}" for each in settings.split())]
+    done = subprocess.run(given, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     trial.require_bytes_of_one()
 
