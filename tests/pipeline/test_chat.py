@@ -210,10 +210,11 @@ def test_a_likelihood_of_conversations_is_of_their_answers(conversations: ShardS
 
 
 def test_trainers_of_language_models_get_the_marks(conversations: ShardStore) -> None:
-    examples = list(store_rows(conversations.location.url, seed=None, epochs=1))
-    rows = conversations.split("train").read_rows(0, len(examples))
-    for example, counted in zip(examples, rows["counted"], strict=True):
-        assert ((example["labels"] != -100).numpy() == (counted == 1)).all()
+    for with_teacher in (True, False):
+        examples = list(store_rows(conversations.location.url, seed=None, epochs=1, with_teacher=with_teacher))
+        rows = conversations.split("train").read_rows(0, len(examples))
+        for example, counted in zip(examples, rows["counted"], strict=True):
+            assert ((example["labels"] != -100).numpy() == (counted == 1)).all()
 
 
 LONG = " ".join(["w3"] * ROW_LENGTH)
