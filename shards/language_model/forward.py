@@ -46,14 +46,13 @@ class BatchSize:
 
     rows: int
 
-    def halve(self, error: BaseException, num_rows: int | None = None) -> None:
+    def halve(self, error: BaseException, num_rows: int) -> None:
         """Back off from a batch of ``num_rows`` rows that did not fit; GdistillError if it had one."""
-        failed = min(self.rows, num_rows or self.rows)
-        if failed == 1:
+        if num_rows == 1:
             what = "out of memory with a batch of one row"
             remedy = "use shorter rows, --dtype bfloat16 or a larger device"
             raise GdistillError(what, got=first_line(error), remedy=remedy) from error
-        self.rows = failed // 2
+        self.rows = num_rows // 2
         stderr.print(f"out of memory: batches of {self.rows} rows from here on")
 
 

@@ -168,8 +168,7 @@ class LaneOrder:
 
     def positions_of_rank(self, start: int, stop: int, rank: int, world_size: int) -> Indices:
         if self.num_lanes % world_size == 0:
-            first = start + (rank - start) % world_size
-            return np.arange(first, stop, world_size, dtype=np.int64)
+            return np.arange(start + rank, stop, world_size, dtype=np.int64)
         return cut_by_owner(np.arange(start, stop) % self.num_lanes, start, rank, world_size)
 
 

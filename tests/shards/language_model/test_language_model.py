@@ -10,7 +10,8 @@ import json
 import math
 import sys
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from functools import partial
 from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
@@ -79,18 +80,10 @@ def save_half_the_weights(folder: Path) -> Path:
     return folder
 
 
-def save_nothing(folder: Path) -> Path:
+def save_nothing(folder: Path, **config: Any) -> Path:
     folder.mkdir()
-    return folder
-
-
-def save_nonsense(folder: Path) -> Path:
-    (save_nothing(folder) / "config.json").write_text('{"model_type": "nonsense"}')
-    return folder
-
-
-def save_bad_sizes(folder: Path) -> Path:
-    (save_nothing(folder) / "config.json").write_text('{"model_type": "gpt2", "vocab_size": "many"}')
+    if config:
+        (folder / "config.json").write_text(json.dumps(config))
     return folder
 
 
@@ -115,11 +108,15 @@ def save_with_code(folder: Path, model_type: str = "own-kind") -> Path:
         (save_without_a_tensor, GdistillError, r"the ROLE's weights are incomplete.*mlp\.c_fc\.bias and 1 more"),
         (save_without_weights, UsageError, "the ROLE has no weights"),
         (save_with_code, UsageError, "cannot read the ROLE's configuration"),
-        (save_nonsense, UsageError, "cannot read the ROLE's configuration"),
-        (save_bad_sizes, UsageError, r"cannot read the ROLE's configuration.*config\.json.*vocab_size"),
+        (partial(save_nothing, model_type="nonsense"), UsageError, "cannot read the ROLE's configuration"),
+        (
+            partial(save_nothing, model_type="gpt2", vocab_size="many"),
+            UsageError,
+            r"cannot read the ROLE's configuration.*config\.json.*vocab_size",
+        ),
         (save_half_the_weights, GdistillError, "cannot load the ROLE"),
         (save_damaged_index, GdistillError, "damaged weight index"),
-        (lambda folder: save_damaged_index(folder, "{}"), GdistillError, "damaged weight index"),
+        (partial(save_damaged_index, index="{}"), GdistillError, "damaged weight index"),
         (save_nothing, UsageError, r"without config\.json"),
         (lambda folder: folder, UsageError, "no such ROLE folder"),
     ],
@@ -139,6 +136,12 @@ def test_code_beside_a_model_runs_where_the_user_asked_for_it(tmp_path: Path, mo
     config = loading.find_pretrained(save_with_code(tmp_path / "own"), trust_remote_code=True).config
     assert type(config).__name__ == "OwnConfig"
     (tmp_path / "ran").unlink()
+    # A tokenizer's code never runs.
+    (tmp_path / "own/tokenizer.json").unlink()
+    own = {"tokenizer_class": "Own", "auto_map": {"AutoTokenizer": ["modeling_own.Own", None]}}
+    (tmp_path / "own/tokenizer_config.json").write_text(json.dumps(own))
+    with pytest.raises(UsageError, match=r"cannot load a tokenizer \[where it was named\]"):
+        loading.find_tokenizer(tmp_path / "own", where="where it was named")
     folder = save_with_code(tmp_path / "model", "gpt2")
     for trusted, name in ((False, "GPT2LMHeadModel"), (True, "Own")):
         files = loading.find_pretrained(folder, trust_remote_code=trusted)
@@ -146,30 +149,17 @@ def test_code_beside_a_model_runs_where_the_user_asked_for_it(tmp_path: Path, mo
         assert (tmp_path / "ran").exists() == trusted
 
 
-def test_look_ahead_shows_in_half_precision(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="not causal"):
-        Teacher.load(save_bert(tmp_path, 0.3), "bfloat16", "cpu")
-
-
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_the_same_model_as_a_decoder_is_a_teacher(tmp_path: Path, dtype: Any) -> None:
-    folder = save_bert(tmp_path, 0.3, is_decoder=True)
+    with pytest.raises(UsageError, match="not causal"):
+        Teacher.load(save_bert(tmp_path / "not", 0.3), dtype, "cpu")
+    folder = save_bert(tmp_path / "one", 0.3, is_decoder=True)
     loaded = Teacher.load(folder, dtype, "cpu")
     assert loaded.head is not None and loaded.head.last_hidden is loaded.head.last_logits is None
     rows = torch.tensor([[0, 3, 4]])
     plain = transformers.AutoModelForCausalLM.from_pretrained(folder)(rows).logits[:, :-1]
     error = (loaded.log_probs(rows) - plain.log_softmax(-1)).abs().max()
     assert float(error) < {"float32": 1e-4, "bfloat16": 0.3}[dtype]
-
-
-def test_a_tokenizers_own_code_does_not_run(tmp_path: Path) -> None:
-    folder = save_with_code(tmp_path / "model")
-    (folder / "tokenizer.json").unlink()
-    own = {"tokenizer_class": "Own", "auto_map": {"AutoTokenizer": ["modeling_own.Own", None]}}
-    (folder / "tokenizer_config.json").write_text(json.dumps(own))
-    with pytest.raises(UsageError, match=r"cannot load a tokenizer \[where it was named\]"):
-        loading.find_tokenizer(folder, where="where it was named")
-    assert not (tmp_path / "ran").exists()
 
 
 def test_of_the_hub_the_revision_and_the_files_that_were_asked_for(
@@ -212,72 +202,53 @@ class TwiceTheHead(nn.Linear):
         return 2 * super().forward(input)
 
 
-def changing(monkeypatch: pytest.MonkeyPatch, change: Callable[[Any], None]) -> None:
-    """Every model that the library loads from here on is changed so."""
-    library = transformers.AutoModelForCausalLM
-    load = library.from_pretrained
-
-    def changed(*arguments: Any, **options: Any) -> Any:
-        network, report = load(*arguments, **options)
-        change(network)
-        return network, report
-
-    monkeypatch.setattr(library, "from_pretrained", changed)
-
-
-def test_logits_that_would_be_rounded_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def with_own_head(network: Any) -> None:
-        weight = network.lm_head.weight
-        network.lm_head = TwiceTheHead(*weight.T.shape, bias=False, dtype=weight.dtype)
-        network.lm_head.weight = weight
-
-    folder = save_teacher(tmp_path)
-    changing(monkeypatch, with_own_head)
-    with pytest.raises(UsageError, match=r"no float32 logits.*bfloat16.*use --dtype float32"):
-        Teacher.load(folder, "bfloat16", "cpu")
-    loaded = Teacher.load(folder, "float32", "cpu")
-    assert loaded.head is None and loaded.log_probs(torch.tensor([[0, 3]])).dtype == torch.float32
-
-
 @pytest.mark.parametrize(
-    ("told", "words"),
+    ("own", "words"),
     [
+        (TwiceTheHead, r"no float32 logits.*bfloat16.*got no plain linear layer.*use --dtype float32"),
         (None, r"no float32 logits.*got logits rounded to torch\.bfloat16"),
         (torch.OutOfMemoryError("no room"), "^no room"),
         (RuntimeError("an own error"), "teacher cannot score a row.*got an own error"),
     ],
 )
 def test_what_a_models_own_code_does_to_its_logits_is_told(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, told: Exception | None, words: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own: Any, words: str
 ) -> None:
-    def changed(network: Any) -> None:
+    library, folder = transformers.AutoModelForCausalLM, save_teacher(tmp_path)
+    load = library.from_pretrained
+
+    def changed(*arguments: Any, **options: Any) -> Any:
+        network, report = load(*arguments, **options)
+        plain, weight = network.forward, network.lm_head.weight
+
         def forward(**given: Any) -> Any:
-            if told is not None:
-                raise told
-            return SimpleNamespace(logits=own(**given).logits.bfloat16())
+            if own is not None:
+                raise own
+            return SimpleNamespace(logits=plain(**given).logits.bfloat16())
 
-        own, network.forward = network.forward, forward
+        if own is TwiceTheHead:
+            network.lm_head = own(*weight.T.shape, bias=False, dtype=weight.dtype)
+            network.lm_head.weight = weight
+        else:
+            network.forward = forward
+        return network, report
 
-    folder = save_teacher(tmp_path)
-    changing(monkeypatch, changed)
+    monkeypatch.setattr(library, "from_pretrained", changed)
     with pytest.raises((GdistillError, torch.OutOfMemoryError), match=words):
         Teacher.load(folder, "bfloat16", "cpu")
+    if own is TwiceTheHead:
+        loaded = Teacher.load(folder, "float32", "cpu")
+        assert loaded.head is None and loaded.log_probs(torch.tensor([[0, 3]])).dtype == torch.float32
 
 
-SIZES = {"vocab_size": VOCAB_SIZE, "hidden_size": 16}
-MAMBA = {**SIZES, "num_hidden_layers": 1, "state_size": 4, "use_mambapy": False}
+SIZES = {"vocab_size": VOCAB_SIZE, "hidden_size": 16, "num_hidden_layers": 1}
 
 
 @pytest.mark.parametrize(
-    "network",
-    [
-        lambda: transformers.BloomForCausalLM(BloomConfig(**SIZES, n_layer=1, n_head=2)),
-        lambda: transformers.MambaForCausalLM(MambaConfig(**MAMBA)),
-    ],
-    ids=["bloom", "mamba"],
+    "config", [BloomConfig(**SIZES, n_head=2), MambaConfig(**SIZES, state_size=4, use_mambapy=False)]
 )
-def test_models_that_read_any_length_score(tmp_path: Path, network: Callable[[], Any]) -> None:
-    network().save_pretrained(tmp_path)
+def test_models_that_read_any_length_score(tmp_path: Path, config: Any) -> None:
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
     folder = save_tokenizer(tmp_path)
     assert Teacher.load(folder, device="cpu").files.context_length is None
     assert load_judge(str(folder)).context_length == UNLIMITED_CONTEXT
@@ -379,16 +350,11 @@ def test_a_device_map_computes_the_same(tmp_path: Path, device_map: str) -> None
         loading.load_causal_model(files, device_map="elsewhere")
 
 
-@pytest.fixture
-def no_collector() -> Iterator[None]:
-    """What is gone must be gone at once: a device out of memory waits for no collection."""
-    gc.disable()
-    yield
-    gc.enable()
-
-
-@pytest.mark.usefixtures("no_collector")
-def test_a_retry_finds_the_memory_of_the_attempts_that_failed(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_retry_finds_the_memory_of_the_attempts_that_failed(
+    capsys: pytest.CaptureFixture[str], request: pytest.FixtureRequest
+) -> None:
+    gc.disable()  # what is gone must be gone at once: a device out of memory waits for no collection
+    request.addfinalizer(gc.enable)
     attempts: list[weakref.ref[torch.Tensor]] = []
     done: list[int] = []
 
@@ -430,23 +396,12 @@ def test_one_row_that_does_not_fit_and_other_errors_end_it(error: BaseException,
     assert parts == tried, "a batch that is smaller than the size is halved itself"
 
 
-@pytest.mark.parametrize(("num_rows", "rows"), [(10, 4), (8, 4), (3, 7), (1, 1)])
-def test_parts_cover_every_row_once_and_none_is_larger(num_rows: int, rows: int) -> None:
-    parts: list[slice] = []
-    in_batches(parts.append, num_rows, BatchSize(rows))
-    assert [i for part in parts for i in range(part.start, part.stop)] == list(range(num_rows))
-    assert all(part.stop - part.start <= rows for part in parts)
-    assert len(parts) == -(-num_rows // rows)
-
-
 def test_a_row_that_no_kernel_can_index_is_refused_with_a_way_out() -> None:
     forward.require_indexable(2**31 - 1, GPU, "")
     forward.require_indexable(2**40, CPU, "")
-    with pytest.raises(GdistillError) as caught:
+    words = r"got 2,147,615,360 logits of a row; expected at most 2,147,483,647.*; shorter rows$"
+    with pytest.raises(GdistillError, match=words):
         forward.require_indexable(14_135 * 151_936, GPU, "shorter rows")
-    assert caught.value.got == "2,147,615,360 logits of a row"
-    assert caught.value.expected.startswith("at most 2,147,483,647")
-    assert caught.value.remedy == "shorter rows"
     assert forward.largest_batch(2**31, GPU) == 1 < 1000 < forward.largest_batch(2**31, CPU)
 
 
