@@ -13,8 +13,7 @@ from typing import Any
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from pipeline.tokens.pieces import Ids
-from pipeline.tokens.tokenizer import backend
+from pipeline.tokens.tokenizer import Ids, backend
 from shards.errors import GdistillError, first_line
 
 

@@ -17,6 +17,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from itertools import accumulate, groupby, islice
 from pathlib import Path
 from typing import Any
 
@@ -26,13 +27,21 @@ from transformers import PreTrainedTokenizerBase
 
 from pipeline.corpus.config import MARKED, CorpusConfig, Packing, SpecialTokens
 from pipeline.corpus.documents import Tally
-from pipeline.tokens.pieces import BATCH_CHARACTERS, Ids, encode_all
 from shards.errors import GdistillError, UsageError
 from shards.language_model.loading import find_tokenizer, looks_local
 
+BATCH_CHARACTERS = 1 << 19
+"""Text tokenized at once. Bounds memory (an encoding costs some 150 bytes per token)."""
 BATCH_DOCUMENTS = 1 << 12
+PIECE_CHARACTERS = 1 << 14
+"""A longer document is cut in pieces, which keep every core busy."""
+WINDOW_CHARACTERS = 64
+"""Text on either side of a cut that must pre-tokenize alike with and without it."""
+MAX_CANDIDATES = 32
 NUM_ENCODERS = 2
 """Batches tokenized side by side, so that the end of one idles no core."""
+Ids = np.ndarray
+"""Token ids, int32."""
 
 
 def load_tokenizer(location: str | Path) -> PreTrainedTokenizerBase:
@@ -146,14 +155,54 @@ def encode(tokenizer: PreTrainedTokenizerBase, texts: list[str], special_tokens:
     token, as there, or with ``special_tokens="text"`` the ids of its letters.
     """
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
-    fast = backend(tokenizer)
+    fast, found = backend(tokenizer), list[Ids]()
     fast.encode_special_tokens = special_tokens == "text"
     try:
-        return encode_all(fast, texts)
+        pieces = [cut_between_words(fast, text) for text in texts]
+        flat = [piece for of_text in pieces for piece in of_text]
+        ends = accumulate(map(len, flat))
+        for _, group in groupby(zip(flat, ends, strict=True), lambda pair: pair[1] // BATCH_CHARACTERS):
+            batch = fast.encode_batch_fast([piece for piece, _ in group], add_special_tokens=False)
+            found += [np.array(encoding.ids, np.int32) for encoding in batch]
     except Exception as error:  # the library raises bare Exception, for an unknown word say
         what, remedy = "the tokenizer cannot encode the text", "is it the tokenizer of this corpus?"
         where = tokenizer.name_or_path
         raise GdistillError(what, where=where, got=error, remedy=remedy) from error
+    ids = iter(found)
+    return [np.concatenate(list(islice(ids, len(of_text)))) for of_text in pieces]
+
+
+def cut_between_words(tokenizer: Tokenizer, text: str, piece_characters: int = PIECE_CHARACTERS) -> list[str]:
+    """Pieces of ``text`` whose ids, one after the other, are those of the text.
+
+    A tokenizer that first splits text into words (a pre-tokenizer) never merges across them: the text is
+    cut where normalizer and pre-tokenizer do the same to the parts as to the whole. It stays one piece
+    if it is short or the tokenizer gives no such guarantee.
+    """
+    pieces, begin = [], 0
+    while len(text) - begin > piece_characters and tokenizer.pre_tokenizer is not None:
+        cut = _word_border(tokenizer, text, begin + piece_characters)
+        if cut is None:
+            break
+        pieces.append(text[begin:cut])
+        begin = cut
+    return [*pieces, text[begin:]]
+
+
+def _word_border(tokenizer: Tokenizer, text: str, at: int) -> int | None:
+    """The first white space from ``at`` on where the text may be cut; None if none is near."""
+    for space in islice(re.compile(r"\s").finditer(text, at), MAX_CANDIDATES):
+        cut = space.start()
+        left, right = text[max(0, cut - WINDOW_CHARACTERS) : cut], text[cut : cut + WINDOW_CHARACTERS]
+        if _words(tokenizer, left + right) == _words(tokenizer, left) + _words(tokenizer, right):
+            return cut
+    return None
+
+
+def _words(tokenizer: Tokenizer, text: str) -> list[str]:
+    assert tokenizer.pre_tokenizer is not None
+    normal = tokenizer.normalizer.normalize_str(text) if tokenizer.normalizer else text
+    return [word for word, _ in tokenizer.pre_tokenizer.pre_tokenize_str(normal)]
 
 
 def encoded(

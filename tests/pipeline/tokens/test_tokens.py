@@ -30,8 +30,15 @@ from pipeline.maze import MazeLayout, MazeTeacherConfig, maze_tokenizer, train_m
 from pipeline.references import write_references
 from pipeline.tokens import dataset as stage
 from pipeline.tokens.dataset import FIELDS, FORMAT_VERSION, TokenDataset, prepare_tokens
-from pipeline.tokens.pieces import cut_between_words
-from pipeline.tokens.tokenizer import Packer, SpecialIds, backend, encode, load_tokenizer, special_ids
+from pipeline.tokens.tokenizer import (
+    Packer,
+    SpecialIds,
+    backend,
+    cut_between_words,
+    encode,
+    load_tokenizer,
+    special_ids,
+)
 from shards.errors import GdistillError, IntegrityError, UsageError
 from tests.commands import call
 from tests.pipeline.conftest import Asked, Prepare
@@ -497,7 +504,7 @@ def test_long_and_short_documents_in_one_batch_keep_their_order(
     fast.enable_truncation(max_length=8)
     fast.enable_padding(length=9)
     whole_words_only = PreTrainedTokenizerFast(tokenizer_object=fast, eos_token=END)
-    monkeypatch.setattr("pipeline.tokens.pieces.BATCH_CHARACTERS", 20_000)
+    monkeypatch.setattr("pipeline.tokens.tokenizer.BATCH_CHARACTERS", 20_000)
     texts = [TEXTS["sentences"] * 5, "", "the cat", TEXTS["no white space"] * 10, "ran"]
     texts += [TEXTS["accents"] * 6]
     expected = [whole(backend(bpe), text) for text in texts]
