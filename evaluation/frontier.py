@@ -59,9 +59,8 @@ def read_point(model: str, samples: SampleSet, ruler: Ruler) -> Point:
     """Measure one file, its halves apart.
 
     Raises:
-        UsageError: For too few rows, or rows without a number of passes.
+        UsageError: For rows without a number of passes.
     """
-    require_enough(len(samples.tokens) // 2, f"{samples.source}, each half")
     if samples.nfe_mean is None:
         raise UsageError("samples without a number of forward passes", where=samples.source)
     rows = ruler.text.rows_of(samples)
@@ -179,7 +178,8 @@ def _nearest_table(points: Sequence[Point], ranking: str, floor: Estimate, num: 
     for (model, passes), point in nearest(points).items():
         seconds = "-" if point.processor_seconds is None else f"{point.processor_seconds:.3g}"
         perplexity = "-" if point.perplexity is None else f"{point.perplexity:.1f}"
-        shown = (f"{point.described[name]:.3g}" for name in described.values())
+        found = map(point.described.get, described.values())  # nothing is memorised where no training rows are known
+        shown = ("-" if value is None else f"{value:.3g}" for value in found)
         distance = str(point.distance)
         rows.append((model, f"{round(passes, 1):g}", seconds, distance, perplexity, *shown, point.setting))
     rows.append(("the text itself", "-", "-", str(floor), *["-"] * (2 + len(described))))

@@ -209,8 +209,10 @@ def test_medusa_samples_are_certified_by_their_backbone(store: Path, tmp_path: P
     reached, accepted = (sum(r[name][0] for r in records) for name in ("reached", "accepted"))
     assert score["details"]["conditional_acceptance"][0] == pytest.approx(accepted / reached)
     counts = {"tokens": [1, 2], "accepted": [1, 0], "reached": [2, 0], "verifier_nfe": 3}
-    far = [read_samples(write_lines(tmp_path / "far.jsonl", counts))]
-    assert make_scorers(far)[0][1](far[0])[0].details["conditional_acceptance"] == [0.5], "of places that were reached"
+    far = [read_samples(write_lines(tmp_path / "far.jsonl", *[counts] * 10))]
+    details = make_scorers(far)[0][1](far[0])[0].details
+    assert details["conditional_acceptance"] == [0.5], "of places that were reached"
+    assert details["conditional_acceptance_95"] == [[0.5, 0.5]], "ten samples are enough"
     records[3]["tokens"][20] = (records[3]["tokens"][20] + 1) % 12
     write_lines(samples / "samples.jsonl", *records)
     assert certify(samples, backbone) == 1

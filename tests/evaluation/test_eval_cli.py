@@ -24,7 +24,7 @@ from evaluation.frontier import Point, dominance, nearest, pareto, read_point
 from evaluation.infilling import filled_spans, make_infill_rows, read_infill_rows
 from evaluation.maze import Maze
 from evaluation.samples import DataRows, read_data_rows, read_samples
-from evaluation.text.distance import Estimate
+from evaluation.text.distance import Estimate, naive_samples
 from evaluation.text.reading import JudgeModel, Judging, load_judge
 from evaluation.text.reference import ReferenceText, Ruler
 from shards.errors import GdistillError, UsageError
@@ -62,6 +62,8 @@ def test_perplexity_and_entropy_of_a_folder(samples: Path, judge_folder: Path) -
     shown = [f"{entropy[name]:.3f}" for name in ("distinct_2", "repeated_4")]
     assert [row["distinct-2"], row["repeated 4-grams"]] == shown and "0.000" not in shown[:1]
     assert row["mean per sample"] == f"{score['details']['per_sample_mean']:.3f}"
+    value, low, high = (f"{figure:.3f}" for figure in (score["value"], *score["interval_95"]))
+    assert row["generative_perplexity"] == f"{value} [{low}, {high}]" and (row["n"], row["passes"]) == ("2", "2.0")
     page, parts = (samples / "report.html").read_text(), score["per_sample"]
     for nats, tokens in zip(parts["numerators"], parts["denominators"], strict=True):
         assert f"perplexity {math.exp(nats / tokens):.3f}</b>" in page
@@ -146,10 +148,13 @@ def test_values_of_no_use_are_refused(samples: Path, judge_folder: Path) -> None
         evaluate(samples, "--judge", judge_folder, "--reference", file)
     with pytest.raises(UsageError, match=r"cannot read the reference file.*none\.jsonl"):
         evaluate(samples, "--judge", judge_folder, "--reference", samples / "none.jsonl")
-    (samples / "taken").write_text("")
-    with pytest.raises(UsageError, match=r"cannot write there \[.*taken\]"):
-        evaluate(samples, "--out", samples / "taken")
+    taken = write_lines(samples / "taken")
+    commands = [(samples,), ("frontier", samples, "--data", file), ("check-scores", "--data", file), ("passes", "x=y")]
+    for words in commands:  # before a model is opened
+        with pytest.raises(UsageError, match=r"cannot write there \[.*taken"):
+            evaluate(*words, "--out", taken / "p.html" if words[0] == "passes" else taken)
     assert not (samples / "results.json").exists()
+    assert "certify" in evaluate("--help")
 
 
 @contextmanager
@@ -228,7 +233,7 @@ def write_rows(file: Path, rows: np.ndarray, **fields: object) -> Path:
 
 def test_scores_against_a_store_need_no_model(tmp_path: Path, chain: Path) -> None:
     near, training = markov_text(200, 32, 7), markov_text(1000, 40, 5)[:, :32]
-    far = np.random.default_rng(1).integers(40, size=(180, 32))
+    far = np.random.default_rng(1).integers(40, size=(180, 30))
     for tau, rows in ((1, near), (2, far), (3, training[:200])):
         facts = {"nfe": 8, "processor_seconds": 0.25, "settings": {"tau": tau}}
         write_rows(tmp_path / f"{'abc'[tau - 1]}.jsonl", rows, **facts)
@@ -237,11 +242,11 @@ def test_scores_against_a_store_need_no_model(tmp_path: Path, chain: Path) -> No
     parts = results(tmp_path).values()
     assert [part["processor_seconds_mean"] for part in parts] == [0.25] * 3
     drawn = tables(tmp_path)["How the samples were drawn"]
-    assert drawn == [{"samples": name, "tau": tau} for name, tau in zip("abc", "123", strict=True)]
-    assert "All files: nfe 8, seed 0, tokens 32." in (tmp_path / "tables.md").read_text()
+    assert [tuple(row.values()) for row in drawn] == [("a", "1", "32"), ("b", "2", "30"), ("c", "3", "32")]
+    assert "All files: nfe 8, seed 0." in (tmp_path / "tables.md").read_text()
     scores = [scores_by_name(part) for part in parts]
     energy = [one["energy_distance"] for one in scores]
-    # Rows as long as the samples are: the first 32 tokens.
+    # Rows as long as the longest samples are: the first 32 tokens.
     other, floor = (Ruler(ReferenceText.read(chain, 400, 32), num, None).floor for num in (180, 200))
     for one, num, own in zip(energy, (200, 180, 200), (floor, other, floor), strict=True):
         assert one["details"]["floor"] == own["energy_distance"].value
@@ -250,13 +255,16 @@ def test_scores_against_a_store_need_no_model(tmp_path: Path, chain: Path) -> No
     low, high = energy[0]["details"]["floor_interval_95"]
     assert energy[0]["interval_95"][0] < high and energy[1]["interval_95"][0] > 2 * high > low
     assert energy[1]["settings"]["n-grams of"] == "tokens"
-    rows = [row for row in tables(tmp_path)["Against the text"] if row["samples"] == "c"]
-    shown, own = {row.pop("score"): row for row in rows}, floor["energy_distance"]
+    shown = {(row["samples"], row["score"]): row for row in tables(tmp_path)["Against the text"]}
+    far_row = shown["b", "energy_distance"]
+    assert [far_row[name] for name in ("n", "rows", "least")] == ["180", "180", "128"]
+    shown, own = {score: row for (name, score), row in shown.items() if name == "c"}, floor["energy_distance"]
     figures = [energy[2]["value"], *energy[2]["interval_95"], own.value, own.low, own.high]
     value, low, high, *of_floor = (f"{figure:.3g}" for figure in figures)
-    assert [*shown["energy_distance"].values()][1:4] == [value, f"{low}, {high}", of_floor[0]]
+    assert [*shown["energy_distance"].values()][2:5] == [value, f"{low}, {high}", of_floor[0]]
     assert shown["energy_distance"]["95% of floor"] == ", ".join(of_floor[1:])
-    assert [shown[name]["ranks"] for name in ("energy_distance", "repeated_4_grams")] == ["yes", "no"]
+    ranks = {name: row["ranks"] for name, row in shown.items()}
+    assert ranks == dict.fromkeys(ranks, "no") | {"energy_distance": "yes"}
     memorised = [one["memorised_16_grams"]["value"] for one in scores]
     assert memorised[2] == 1.0 and max(memorised[:2]) < 0.1
     assert "mauve" not in scores[0] and {"repeated_4_grams", "distinct_beginnings"} < set(scores[0])
@@ -265,30 +273,57 @@ def test_scores_against_a_store_need_no_model(tmp_path: Path, chain: Path) -> No
         evaluate(tmp_path / "few", "--reference", chain)
 
 
+DESCRIBED = ("entropy_nats", "distinct_beginnings", "memorised_16_grams")
+
+
 def test_a_sweep_is_a_frontier(tmp_path: Path, chain: Path) -> None:
     """The setting is chosen on the even samples: odd ones alone, however near, choose nothing."""
     rows = markov_text(300, 32, 7)
     coin = np.random.default_rng(1).integers(40, size=(300, 32))
     mixed = coin.copy()
     mixed[1::2] = rows[1::2]
-    for name, drawn, tau in (("n=1", rows, 1), ("n=1", mixed, 2), ("coin", coin, 1)):
-        settings = {"sampler": "ancestral", "tau": tau}
+    for name, drawn, tau in (("n=1", rows, 1), ("n=1", mixed, 2), ("coin", coin[:280, :30], 1)):
+        settings = {"sampler": "ancestral", "temperature": 0, "tau": tau}
         file = tmp_path / name / f"tau={tau}" / "samples.jsonl"
         write_rows(file, drawn, nfe=4, processor_seconds=0.5, settings=settings)
     runs = [tmp_path / "n=1", f"other={tmp_path / 'coin'}"]
     table = evaluate("frontier", *runs, "--data", chain, "--out", tmp_path / "out")
     assert "n=1 beats 1 of 1 settings of other" in table
-    row = next(line for line in table.splitlines() if line.startswith("n=1 "))
-    assert "tau 1" in row and "0.5" in row.split()
     found = results(tmp_path / "out")
-    ruler = Ruler(ReferenceText.read(chain, 300, 32), 150, None)
-    assert found["floor"]["value"] == ruler.floor["energy_distance"].value, "rows of 32 tokens"
+    ruler = Ruler(ReferenceText.read(chain, 280, 32), 140, None)
+    floor = ruler.floor["energy_distance"]
+    assert found["floor"] == asdict(floor), "of as many rows as the smallest half, as long as the longest sample"
     assert found["ranking"] == "energy_distance" and len(found["points"]) == 3
     by_tau = {point["setting"][-1]: point for point in found["points"] if point["model"] == "n=1"}
     assert by_tau["2"]["chosen_by"] > 3 * abs(by_tau["2"]["distance"]["high"])
     assert (tmp_path / "out" / "frontier.png").stat().st_size > 1000
+    ours, _, text = tables(tmp_path / "out")["Nearest the text"]
+    own = by_tau["1"]["described"]
+    figures = [str(Estimate(**by_tau["1"]["distance"])), "-", *(f"{own[n]:.3g}" for n in DESCRIBED)]
+    assert [*ours.values()] == ["n=1", "4", "0.5", *figures, "sampler ancestral, temperature 0, tau 1"]
+    assert [*text.values()][:5] == ["the text itself", "-", "-", str(floor), "-"]
+    assert "n=1 beats 1 of 1" in (tmp_path / "out/report.html").read_text()
+    write_rows(tmp_path / "unknown" / "s.jsonl", rows)
+    with pytest.raises(UsageError, match=r"without a number of forward passes \[.*s\.jsonl"):
+        evaluate("frontier", tmp_path / "unknown", "--data", chain, "--out", tmp_path / "out")
     with pytest.raises(UsageError, match="two runs of one name"):
         evaluate("frontier", runs[0], runs[0], "--data", chain, "--out", tmp_path / "out")
+
+
+def test_a_judge_ranks_by_its_states_and_says_perplexity(
+    tmp_path: Path, judge_folder: Path, judge: JudgeModel, cache: Path
+) -> None:
+    texts = [" ".join("ab"[token] for token in row) for row in markov_text(256, 6, 1, vocab_size=2)]
+    drawn = ({"tokens": [0], "text": text, "nfe": 2, "settings": {"tau": 1}} for text in texts)
+    file = write_lines(tmp_path / "n" / "samples.jsonl", *drawn)
+    words = ("--data", write_lines(tmp_path / "r.jsonl", *({"text": text} for text in texts)), "--judge", judge_folder)
+    assert "beats" not in evaluate("frontier", file.parent, *words, "--out", tmp_path)
+    found, (row, _) = results(tmp_path), tables(tmp_path)["Nearest the text"]
+    value = Judging.of(judge).perplexity(texts[1::2]).value
+    assert found["points"][0]["perplexity"] == pytest.approx(value) and row["perplexity"] == f"{value:.1f}"
+    assert found["judge"] == judge.identity and found["ranking"] == "frechet_distance"
+    assert "No model beats" in (tmp_path / "report.html").read_text()
+    assert list(cache.rglob("*.features.safetensors")), "what was read is kept"
 
 
 class Halves(Ruler):
@@ -318,7 +353,8 @@ def test_a_setting_is_chosen_on_one_half_and_reported_on_the_other(tmp_path: Pat
     found = read_point("m", read_samples(write_lines(tmp_path / "s.jsonl", *records)), ruler)
     assert (found.chosen_by, found.distance.value, found.perplexity) == (0.0, 1.0, 7.0)
     assert ruler.texts == ["b"] * 128
-    assert found.described["entropy_nats"] == pytest.approx(math.log(3)), "of three different tokens"
+    entropy = pytest.approx(math.log(3))  # of three different tokens
+    assert found.described == {"entropy_nats": entropy, "energy_distance": 1.0}
 
 
 def point(model: str, passes: float, value: float, perplexity: float, chosen_by: float = 0) -> Point:
@@ -367,6 +403,16 @@ def test_naive_samplers_win_what_does_not_rank(tmp_path: Path, chain: Path) -> N
     assert found["ranks"]["energy_distance"]
     assert not found["ranks"]["repeated_4_grams"] and not found["ranks"]["-entropy_nats"]
     assert set(found["scores"]) >= {"the text itself", "student: s", "periodic text"}
+    text = ReferenceText.read(chain, 400, 32)  # as many tokens a row as the samples have
+    ruler, drawn = Ruler(text, 200, None), naive_samples(text.training, 200)["periodic text"].tolist()  # type: ignore[arg-type]
+    for name, measured in (("the text itself", ruler.floor), ("periodic text", ruler.measure(drawn, None))):
+        scores = {score: value for score, value in found["scores"][name].items() if score in measured}
+        assert scores == {score: measured[score].value for score in scores} and "energy_distance" in scores
+        assert found["scores"][name]["-distinct_beginnings"] == -measured["distinct_beginnings"].value
+        assert found["scores"][name]["-entropy_nats"] < 0
+    write_rows(tmp_path / "s.jsonl", np.random.default_rng(1).integers(40, size=(200, 32)))
+    evaluate("check-scores", *words, "--out", tmp_path / "out")
+    assert not results(tmp_path / "out")["ranks"]["energy_distance"], "a student that is no better than naive samplers"
     with pytest.raises(UsageError, match=r"--num.*got 64"):
         evaluate("check-scores", "--data", chain, "--num", 64)
     with pytest.raises(UsageError, match="no token ids to draw from"):
@@ -389,7 +435,7 @@ def filled(tmp_path: Path, judge_folder: Path) -> Path:
         for index, row in ((1, FILLED[1]), (2, FILLED[0]))  # 2 is the first row again
     )
     write_lines(tmp_path / "samples" / "samples.jsonl", *records)
-    rows = ({"tokens": t, "masked": m} for t, m in zip(TRUTHS, MASKED, strict=True))
+    rows = ({"tokens": t, "masked": m[::-1] + m[:1]} for t, m in zip(TRUTHS, MASKED, strict=True))
     write_lines(tmp_path / "rows.jsonl", *rows)
     return tmp_path
 
@@ -400,7 +446,7 @@ def test_the_filled_part_and_the_whole_row_by_hand(filled: Path, judge_folder: P
     (part,) = results(filled / "samples").values()
     scores = scores_by_name(part)
     assert scores["infill_exact_match"]["value"] == pytest.approx(2 / 5)
-    assert scores["infill_exact_match"]["settings"]["masked"] == "2..3"
+    assert scores["infill_exact_match"]["settings"] == {"masked": "2..3", "tokens_per_row": "5"}
     whole = [nll_nats(judge, torch.tensor(row)) for row in FILLED]
     parts = [nll[torch.tensor(m) - 1] for nll, m in zip(whole, MASKED, strict=True)]
     for name, nats in (("generative_perplexity", whole), ("infill_perplexity", parts)):
@@ -429,6 +475,9 @@ def test_rows_are_masked_uniformly_and_read_back(tmp_path: Path, chain: Path) ->
     evaluate("rows", chain, *words, "--out", tmp_path / "made.jsonl")
     expected = make_infill_rows(read_data_rows(chain, "train"), 5, 2, 3)
     assert read_infill_rows(tmp_path / "made.jsonl") == expected
+    evaluate("rows", chain, "--out", tmp_path / "made.jsonl")
+    paper = make_infill_rows(read_data_rows(chain, "validation"), 300, 32, 0)
+    assert read_infill_rows(tmp_path / "made.jsonl") == paper
     data = DataRows(np.arange(400 * 6).reshape(400, 6), "x", "f", 4000)
     rows = make_infill_rows(data, 400, 2, seed=3)
     file = write_lines(tmp_path / "rows.jsonl", *map(asdict, rows))
@@ -438,8 +487,9 @@ def test_rows_are_masked_uniformly_and_read_back(tmp_path: Path, chain: Path) ->
     assert counts[0] == 0 and all(len(row.masked) == 2 for row in rows)
     # Each of five positions with chance 2/5: five standard errors of 400 rows are 49.
     assert abs(counts[1:] - 160).max() < 49
-    with pytest.raises(UsageError, match="do not hold such rows"):
-        make_infill_rows(data, 401, 2, seed=0)
+    for num, masked in ((401, 2), (1, 0), (1, 6)):
+        with pytest.raises(UsageError, match="do not hold such rows"):
+            make_infill_rows(data, num, masked, seed=0)
 
 
 def test_infilling_without_a_judge_is_scored_and_with_one_needs_the_tokenizer(
@@ -452,3 +502,15 @@ def test_infilling_without_a_judge_is_scored_and_with_one_needs_the_tokenizer(
     monkeypatch.chdir(shutil.copytree(judge_folder, filled / "student").parent)
     (filled / "samples/settings.json").write_text('{"checkpoint": "student"}')
     assert "infill_perplexity" in evaluate(*words, "--judge", judge_folder)
+    # What stands between texts does not count; a sample with nothing else in its filled part is left out.
+    ends = [{"index": 0, "tokens": [2, 0, 2], "text": "a <eos>"}, {"index": 1, "tokens": [2, 0, 1], "text": "a b"}]
+    words = (filled / "ends", "--infill", write_lines(filled / "rows.jsonl", {"tokens": [2, 0, 1], "masked": [2]}))
+    for records in (ends, ends[:1]):
+        write_lines(filled / "ends/s.jsonl", *records)
+        if len(records) == 1:
+            with pytest.raises(GdistillError, match="no filled part has a token that counts"):
+                evaluate(*words, "--judge", judge_folder, "--tokenizer", judge_folder)
+            continue
+        evaluate(*words, "--judge", judge_folder, "--tokenizer", judge_folder)
+        (part,) = results(filled / "ends").values()
+        assert scores_by_name(part)["infill_perplexity"]["per_sample"]["indices"] == [1]

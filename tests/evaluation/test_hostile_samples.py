@@ -210,7 +210,7 @@ NOT_JSON = {
     "a number that overflows to infinity": (edited('"tau": 0.9', '"tau": 1e999'), "1e999, beyond"),
     "a field twice": (edited('"seed": 7', '"seed": 7, "seed": 8'), 'the name "seed" stands twice'),
     "a setting twice": (edited('"tau": 0.9', '"tau": 0.9, "tau": 1'), 'the name "tau" stands'),
-    "half a character": (edited("a b a b", r"\ud800"), ".*surrogates not allowed"),
+    "half a character": (edited("a b a b", r"\uD800"), ".*surrogates not allowed"),
     "half a character in the settings": (edited("ancestral", r"\udfff"), ".*surrogates not"),
     "a number of 5,000 digits": (edited('"seed": 7', f'"seed": {"9" * 5000}'), ".*beyond 64 bits"),
     "a budget of 400 digits": (edited('"nfe": 3', f'"nfe": {"9" * 400}'), "999.*beyond 64 bits"),
@@ -363,7 +363,9 @@ def test_readings_are_kept_where_programs_of_the_user_keep_theirs(
     monkeypatch.undo()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     one, other = readings_folder(tmp_path / "one"), readings_folder(tmp_path / "other")
-    assert one != other and one.parent == other.parent == tmp_path / "cache/gdistill/judged"
+    monkeypatch.chdir(tmp_path)
+    assert readings_folder(Path("one")) == one != other
+    assert one.parent == other.parent == tmp_path / "cache/gdistill/judged"
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setenv("HOME", str(tmp_path))
     assert readings_folder(tmp_path / "one") == tmp_path / ".cache/gdistill/judged" / one.name
@@ -395,6 +397,8 @@ def test_odd_readings_are_read_again_and_links_not_written(stage: Stage, cache: 
 ROWS = {
     "no truth": {"masked": [1]},
     "no places": {"tokens": [0, 1]},
+    "not one place": {"tokens": [0, 1], "masked": []},
+    "a token below 0": {"tokens": [-1, 1], "masked": [1]},
     "a place outside": {"tokens": [0, 1], "masked": [2]},
     "the first place": {"tokens": [0, 1], "masked": [0]},
     "places of text": {"tokens": [0, 1], "masked": "1"},
@@ -433,15 +437,21 @@ def test_samples_are_sorted_by_index_and_keep_their_lines(tmp_path: Path) -> Non
     assert (samples.indices, samples.seed) == ([0, 1], 0)
     assert samples.nfe_mean is None  # and not a claim of zero forward passes
     assert samples.processor_seconds_mean is None
-    some = read_samples(write_lines(tmp_path / "s.jsonl", GOOD, {"tokens": [1], "index": 1}))
-    assert some.nfe_mean is None
-    for reached, is_known in (([2, 1], True), ([2], False)):  # by as many distances in every sample
-        counts = ({"tokens": [1], "accepted": [1] * len(r), "reached": r, "verifier_nfe": 3} for r in ([2, 2], reached))
-        assert bool(read_samples(write_lines(tmp_path / "v.jsonl", *counts)).verifications) == is_known
-    told = drawn_with(read_samples(write(tmp_path / "run", record(0), record(1)) / "samples.jsonl"))
-    drawn = {"student": "mdlm + gumbel", "sampler": "ancestral", "tau": 0.9, "nfe": 3, "seed": 7}
-    known = {"weights_sha256": "00", "precision": "fp32", "tokens": "6", "data": "ab"}
-    assert told == drawn | known
+    some = read_samples(write_lines(tmp_path / "s.jsonl", {"tokens": [1]}, GOOD | {"index": 1}))
+    assert some.nfe_mean is None and some.seed == 7
+    # What a verifier counted, by as many distances in every sample.
+    good = {"tokens": [1], "accepted": [1, 1], "reached": [2, 1], "verifier_nfe": 3}
+    odd = ({"reached": [2], "accepted": [1]}, {"reached": [2]}, {"accepted": [1, -1]}, {"verifier_nfe": None})
+    for other, is_known in ((good, True), *((good | change, False) for change in odd)):
+        file = write_lines(tmp_path / "v.jsonl", good, other)
+        assert (read_samples(file).verifications is not None) == is_known, other
+    settings = {"sampler": "ancestral", "nfe": 3, "tau": 0.9, "nucleus_rule": "strict", "block_size": 4}
+    records = [record(i, nfe=5, settings=settings, tokens=[0, 1, 2, 3, 4, V]) for i in (0, 1)]  # V is a mask left open
+    for conditioning, student in (("gumbel", "mdlm + gumbel"), ("none", "mdlm")):
+        about = {"code_version": "v9", "student_config": {"conditioning": conditioning}}
+        told = drawn_with(read_samples(write(tmp_path / "run", *records, **about) / "samples.jsonl"))
+        known = {"weights_sha256": "00", "precision": "fp32", "tokens": "6", "data": "ab", "code_version": "v9"}
+        assert told == settings | known | {"student": student, "seed": 7}, "the budget that was asked for"
 
 
 def test_files_are_named_by_their_path_in_the_order_of_their_budgets(tmp_path: Path) -> None:

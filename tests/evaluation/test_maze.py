@@ -55,6 +55,8 @@ def test_a_maze_that_does_not_fit_itself_is_refused(tmp_path: Path) -> None:
         ({"rows": ["...", "S#"]}, "unequal length"),
         ({"rows": []}, "unequal length"),
         ({"target": [1, 7]}, "target off the map"),
+        ({"target": [2, 0]}, "target off the map"),
+        ({"start": [1, -1]}, "start off the map"),
         ({"paths": []}, "not made of up, down"),
         ({"paths": [["north"]]}, "not made of up, down"),
         ({"start": [1]}, r"cannot read the maze.*maze\.json"),
@@ -81,6 +83,7 @@ def test_details_of_success_by_hand() -> None:
     always = maze_success(TWO_WAYS, [ROUND] * 100, {ROUND: 0.5, OTHER: 0.5}, "teacher")
     assert always.value == 1.0 and always.details["num_distinct_paths"] == 1
     assert always.details["total_variation_to_teacher"] == pytest.approx(0.5)
+    assert maze_success(TWO_WAYS, [None], TEACHER, "teacher").details["most_common_path_share"] == 0
     assert always.interval is not None and always.interval[0] < 1.0 <= always.interval[1]
 
 
@@ -200,6 +203,7 @@ def test_a_settled_row_is_the_sample_of_that_seed_and_index(kind: str, sampler: 
         assert max(made_in) <= 3 or sampler == "first_hitting"
         if sampler == "first_hitting":  # one token a pass
             assert sorted(made_in) == list(range(len(row)))
+    assert not student.backbone.vocab_embed._forward_pre_hooks, "the student is left as it was"
     with pytest.raises(UsageError, match="whole rows"):
         passes.settle(make_student(AR), make_sampler("sequential"), 0, 0)
 

@@ -5,15 +5,19 @@ from __future__ import annotations
 import html
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from matplotlib import rcParams
 from matplotlib.image import imread
 
 from evaluation.figures import figure_file, look
-from evaluation.report import MAX_COLUMNS, MAX_ROWS, ShownSample, Table, write_report
-from evaluation.text.reading import JudgeModel, Judging
+from evaluation.report import MAX_COLUMNS, MAX_ROWS, ShownSample, Table, write_report, write_scores
+from evaluation.samples import SampleSet
+from evaluation.score import Score
+from evaluation.text.reading import JudgedText, JudgeModel, Judging
 from tests.evaluation.kit import Page
 
 EVIL = '</div><script>document.title="owned"</script>'
@@ -100,6 +104,43 @@ def test_pieces_join_to_the_text_and_carry_the_judges_nats(judge: JudgeModel) ->
     values = [value for _, value in pieces]
     assert values == [*reading.nll_nats[:2], None, reading.nll_nats[3], None]
     assert [piece.strip() for piece, _ in pieces] == ["a", "b", "<eos>", "a", "b"]
+
+
+def test_spans_follow_each_other_where_tokens_share_a_character(judge: JudgeModel) -> None:
+    class Bytes:
+        """A character of two tokens and one of one; offsets as fast tokenizers give them."""
+
+        is_fast = True
+
+        def __call__(self, text: str, **_: object) -> dict[str, list[tuple[int, int]]]:
+            return {"offset_mapping": [(0, 1), (0, 1), (1, 2)]}
+
+    tokenizer: Any = Bytes()
+    judging = Judging.of(replace(judge, tokenizer=tokenizer))
+    judging.memory.add("éa", JudgedText((5, 6, 7), (1.0, 2.0, 3.0), (True, True, True)))
+    assert judging.spans("éa") == [(0, 1, 1.0), (1, 1, 2.0), (1, 2, 3.0)]
+    assert judging.pieces("éa") == [("é", 1.0), ("a", 3.0)]
+    tokenizer.is_fast = False  # one that does not say where its tokens end
+    assert (judging.spans("éa"), judging.pieces("éa")) == ([], [("éa", None)])
+
+
+def test_numbers_and_settings_are_short_and_say_whose_they_are(tmp_path: Path) -> None:
+    """Files that differ are named; the one sample without a text is not shown."""
+
+    def scored(name: str, value: float, digest: str) -> tuple[SampleSet, list[Score]]:
+        samples = SampleSet(name, [[1, 2]], [None], [0], [None], [1], 0, {}, {}, Path(name), None, 0.25)
+        settings = {"judge_sha256": digest, "share": 0.125}
+        against = Score("far", value, 1, None, {"reference": "r"}, {"floor": 0, "floor_interval_95": [0, 1]})
+        against.details.update(floor_samples=3, least_samples=4)  # type: ignore[attr-defined]
+        return samples, [Score("x", value, 1, (-value, value), settings), against]
+
+    write_scores(tmp_path, "", [scored("a", 12.34, "ab" * 32), scored("b", 12345.6, "cd" * 32)], None)
+    text = (tmp_path / "tables.md").read_text()
+    assert "| a | 1 | - | 0.25 | 12.3 [-12.3, 12.3] |\n| b | 1 | - | 0.25 | 12346 [-12346, 12346] |" in text
+    assert "x of a: judge_sha256 abababababab, share 0.125\n" in text and "x of b: judge_sha256 cdcdcd" in text
+    assert re.findall("### (.*)", text) == ["Scores", "Against the text", "How the samples were drawn"]
+    assert "far: reference r\n" in text and "| samples | nfe |\n|---|---:|\n| a | - |" in text
+    assert "<details" not in (tmp_path / "report.html").read_text()
 
 
 # The look that all figures share.

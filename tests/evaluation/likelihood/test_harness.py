@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,11 +9,13 @@ from typing import Any
 
 import pytest
 import torch
+from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer
 
 from evaluation import likelihood_command
+from evaluation.likelihood.completion import CompletionScorer
 from evaluation.likelihood.harness import GdistillLM
-from shards.errors import UsageError
+from shards.errors import GdistillError, UsageError
 from tests.evaluation.kit import Told, write_lines
 from tests.trainer.sampling_cases import tiny_student
 
@@ -26,7 +27,10 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory, judge_folder: Path) -
     """A student over the judge's four words."""
     folder = tmp_path_factory.mktemp("student")
     tiny_student("mdlm", "gumbel", vocab_size=4, row_length=16).save_pretrained(folder)
-    AutoTokenizer.from_pretrained(judge_folder).save_pretrained(folder)
+    tokenizer = AutoTokenizer.from_pretrained(judge_folder)
+    adds = TemplateProcessing(single="<eos> $A", special_tokens=[("<eos>", 2)])
+    tokenizer.backend_tokenizer.post_processor = adds  # nothing but the student's own token stands in front
+    tokenizer.save_pretrained(folder)
     return folder
 
 
@@ -35,12 +39,13 @@ def request(*arguments: Any) -> Any:
 
 
 def test_completions_are_scored_behind_their_context(model_folder: Path) -> None:
-    model = GdistillLM(str(model_folder), draws=2)
-    asked = [request("b a", " b"), request("b a", " b a b"), request("b", " a")]
-    found = model.loglikelihood(asked, disable_tqdm=True)
+    """Rows of one length go together, two at a time; each has the noise of its own number."""
+    model = GdistillLM(str(model_folder), draws=2, batch_size="2")
+    same = [request("b a", " b")] * 5
+    found = model.loglikelihood([*same, request("b a", " b a b"), request("b", " a")], disable_tqdm=True)
     first = model.prefix_token_id
-    rows = [[first, 1, 0, 1], [first, 1, 0, 1, 0, 1], [first, 1, 0]]
-    for number, (row, given) in enumerate(zip(rows, (3, 3, 2), strict=True)):
+    rows = [*[[first, 1, 0, 1]] * 5, [first, 1, 0, 1, 0, 1], [first, 1, 0]]
+    for number, (row, given) in enumerate(zip(rows, (*[3] * 6, 2), strict=True)):
         value, _ = model.scorer(torch.tensor([row]), [given], [number])
         assert found[number][0] == pytest.approx(value[0], abs=1e-4)
 
@@ -53,21 +58,28 @@ def test_long_contexts_lose_their_beginning_and_long_completions_too(model_folde
     row, given = model._row([0], [1] * 30)
     assert row == [first] + [1] * 15 and given == 1
     assert model._row([first], [1])[0] == [first, 1]  # an empty context is bos alone
-    assert len(GdistillLM(str(model_folder), max_length=6)._row([0] * 20, [1])[0]) == 6
+    assert model._row([first], [1] * 16) == ([first] + [1] * 15, 1)
+    with pytest.raises(GdistillError, match="an empty completion"):
+        model._row([0], [])
+    for given, most in ((6, 6), (99, 16)):  # a row at most
+        assert len(GdistillLM(str(model_folder), max_length=given)._row([0] * 20, [1])[0]) == most
 
 
 def test_rolling_windows_score_every_token_once(model_folder: Path) -> None:
     model = GdistillLM(str(model_folder), draws=1)
-    seen: list[int] = []
+    seen: list[tuple[list[int], int, float]] = []
     inner = model.scorer
 
     def counted(tokens: Any, num_given: Any, row_ids: Any) -> Any:
-        seen.append(sum(tokens.shape[1] - given for given in num_given))
-        return inner(tokens, num_given, row_ids)
+        values, greedy = inner(tokens, num_given, row_ids)
+        seen.extend(zip(tokens.tolist(), num_given, values, strict=True))
+        return values, greedy
 
     object.__setattr__(model, "scorer", counted)
     (value,) = model.loglikelihood_rolling([request("a b " * 20)], disable_tqdm=True)
-    assert sum(seen) == 40 and math.isfinite(value)
+    assert sum(len(row) - given for row, given, _ in seen) == 40 and len(seen) == 3
+    assert value == pytest.approx(sum(part for *_, part in seen))
+    assert ([model.prefix_token_id, *[0, 1] * 7, 0], 1) in [part[:2] for part in seen]
 
 
 def test_generation_stops_where_it_is_told(model_folder: Path) -> None:
@@ -81,8 +93,21 @@ def test_generation_stops_where_it_is_told(model_folder: Path) -> None:
     (long,) = model.generate_until([request("a b " * 20, {"max_gen_toks": 50})])
     assert len(long.split()) <= 14, "of a row of 16 with two given"
     word = texts[0].split()[0] if texts[0].split() else "a"
-    stopped = model.generate_until([request("a b", options | {"until": ["zzz", word]})])[0]
-    assert word not in stopped
+    for stops in (["zzz", word], word):
+        assert model.generate_until([request("a b", options | {"until": stops})]) == [texts[0].split(word)[0]]
+    assert model.generate_until([request("a b", options | {"until": "zazbz"})])[0] == texts[0]
+    # What the student is asked for: the end of a context that leaves room, half a row unless told.
+    asked: list[Any] = []
+    model = GdistillLM(str(model_folder), seed=7)
+    model.student.generate = lambda given, **of: asked.append((given.tolist(), of)) or given.repeat(1, 16)  # type: ignore[method-assign,misc]
+    model.generate_until(
+        [request("b " + "a " * 20, {"max_gen_toks": 4}), request("b", {}), request("b", {"max_gen_toks": 0})]
+    )
+    assert asked == [
+        ([[0] * 12], {"max_length": 16, "seed": 7}),
+        ([[0, 1]], {"max_length": 10, "seed": 8}),
+        ([[0, 1]], {"max_length": 3, "seed": 9}),
+    ]
 
 
 def test_the_harness_scores_local_questions(tmp_path: Path, model_folder: Path) -> None:
@@ -115,11 +140,23 @@ def test_the_harness_scores_local_questions(tmp_path: Path, model_folder: Path) 
         assert (by_hand[1] > by_hand[0]) == (accuracy["choice"] == 1.0)
 
 
-def test_unknown_arguments_are_refused(model_folder: Path) -> None:
-    with pytest.raises(UsageError, match="unknown model_args"):
-        GdistillLM(str(model_folder), tau=0.5)
-    with pytest.raises(UsageError, match="unknown noise"):
-        GdistillLM(str(model_folder), noise="posterior")
+def test_known_arguments_reach_the_scorer_and_unknown_ones_are_refused(model_folder: Path, tmp_path: Path) -> None:
+    own = {"noise": "none", "draws": 3, "estimate": "bound", "masks": 5, "seed": 7}
+    model = GdistillLM(str(model_folder), **own, batch_size="auto", max_batch_size=64, tau=None)
+    assert model.scorer == CompletionScorer(model.student, *own.values()) and model.batch_size == 16  # type: ignore[arg-type]
+    assert (model.prefix_token_id, model.eot_token_id) == (0, 1)
+    model.student.config.eos_token_id = None
+    assert model.eot_token_id == 0, "a student without eos ends with bos"
+    for unknown, said in (
+        ({"tau": 0.5}, "model_args"),
+        ({"noise": "posterior"}, "noise"),
+        ({"estimate": "x"}, "estimate"),
+    ):
+        with pytest.raises(UsageError, match=f"unknown {said}"):
+            GdistillLM(str(model_folder), **unknown)
+    model.student.save_pretrained(tmp_path)
+    with pytest.raises(UsageError, match="no tokenizer"):
+        GdistillLM(str(tmp_path))
 
 
 def test_the_harness_s_own_device_is_the_cpu_where_there_is_no_gpu(

@@ -18,10 +18,12 @@ from evaluation.likelihood import validation
 from evaluation.likelihood.completion import CompletionScorer
 from evaluation.likelihood.validation import prior_noise, validation_perplexity
 from evaluation.samples import DataRows, read_data_rows
-from shards.errors import UsageError
-from tests.evaluation.kit import evaluate, results
+from shards.errors import GdistillError, UsageError
+from shards.settings import derive_seed
+from tests.evaluation.kit import evaluate, results, write_tokens
 from tests.trainer.run_cases import write_store
 from tests.trainer.sampling_cases import tiny_student
+from trainer.sampling.noise import sampling_noise
 from trainer.students.registry import Student
 
 ROW = torch.tensor([[0, 3, 7, 2, 9, 4, 1, 5, 8]])
@@ -81,8 +83,17 @@ def test_the_bound_is_the_mean_over_all_masks() -> None:
     error = float(((table - mean) ** 2 * weights).sum().sqrt()) / 400**0.5
     (found,), _ = CompletionScorer(student, estimate="bound", num_masks=400)(ROW, [6], [0])
     assert abs(found - mean) < 5 * error + 1e-4
-    single = CompletionScorer(student, estimate="bound", num_masks=2)(ROW, [8], [0])[0]
-    assert single == pytest.approx(CompletionScorer(student)(ROW, [8], [0])[0], abs=1e-4)
+    other = CompletionScorer(student, estimate="bound", num_masks=400, seed=1)
+    assert other(ROW, [6], [0])[0] != [found] and other.settings["num_masks"] == 400
+    best = ROW.index_fill(
+        1,
+        torch.tensor([8]),
+        int(predict(student, ROW.index_fill(1, torch.tensor([8]), student.mask_id))[0, 8].argmax()),
+    )
+    assert CompletionScorer(student)(best, [8], [0])[1] == [True]
+    single, greedy = CompletionScorer(student, estimate="bound", num_masks=2)(best, [8], [0])
+    assert single == pytest.approx(CompletionScorer(student)(best, [8], [0])[0], abs=1e-4)
+    assert greedy == [False], "masks by chance do not say it"
 
 
 def test_prior_draws_average_likelihoods() -> None:
@@ -173,27 +184,57 @@ def test_the_noise_of_the_text_itself_is_named(store: Path, tmp_path: Path, monk
     monkeypatch.setattr(validation, "prior_noise", lambda *of: draws.append(of[-1]) or prior_noise(*of))
     monkeypatch.setattr(type(student), "loss", lambda s, b, **how: seen.append(b) or loss(s, b, **how))
     for noise in ("posterior", "prior"):
-        options: Any = {"noise": noise, "store": store, "split": "train"}
+        options: Any = {"noise": noise, "store": store, "split": "train", "seed": 3}
         ours, theirs = (validation_perplexity(student, data, batch_size=n, **options).per_sample for n in (3, 8))
         assert ours.numerators == pytest.approx(theirs.numerators, rel=1e-4)
         validation_perplexity(student, data, num_draws=2, **options)
         assert [batch.epoch for batch in seen[-2:]] == [0, 1] and draws[-2:] in ([], [0, 1])
         first, second = (batch.slots.tolist() for batch in seen[-2:])
         assert sorted(first) == sorted(second) == [*range(8)] and first != second, "strata of its own in every draw"
+        assert all((batch.seed, batch.global_batch_size) == (3, 8) for batch in seen)
+        assert np.array_equal(seen[-1].tokens, data.rows)
+        validation_perplexity(student, data, **options | {"seed": 4})
+        assert seen[-1].slots.tolist() not in (first, second), "and for every seed"
+        seen.clear()
     student.save_pretrained(tmp_path / "model")
     words = ("--split", "train", "--rows", 8, "--draws", 2, "--seed", 3, "--out", tmp_path)
-    evaluate("perplexity", tmp_path / "model", store, store.parent, *words)  # a store, and the run that it is of
+    shown = evaluate("perplexity", tmp_path / "model", store, store.parent, *words)  # a store, and its run
     ours = [part["scores"][0] for part in results(tmp_path).values()]
     for score, noise in zip(ours, ("posterior", "prior") * 2, strict=True):
         options = {"noise": noise, "store": store, "split": "train", "num_draws": 2, "seed": 3}
         expected = validation_perplexity(student, data, **options)
         assert score["name"] == expected.name
         assert score["value"] == pytest.approx(expected.value, rel=1e-4)
+        assert score["settings"]["draws_per_row"] == 2
+    low, high = ours[0]["interval_95"]
+    figures = [f"{ours[0]['value']:.2f}", "(conditional)", f"[{low:.2f},", f"{high:.2f}]"]
+    assert " ".join(figures) in " ".join(shown.split())
+    write_tokens(tmp_path / "run", {"train": data.rows}, vocab_size=vocab_size, bos_id=0)
+    for part, option, noises in (
+        (tmp_path / "run", (), ["prior"]),
+        (store, ("--noise", "posterior"), ["posterior"]),
+        (store, ("--noise", "prior"), ["prior"]),
+    ):
+        evaluate("perplexity", tmp_path / "model", part, *words, *option)
+        assert [one["scores"][0]["settings"]["noise"] for one in results(tmp_path).values()] == noises
     tiny_student("mdlm", "none", row_length=length, vocab_size=vocab_size).save_pretrained(tmp_path / "model")
     evaluate("perplexity", tmp_path / "model", store, *words)
     assert [part["scores"][0]["settings"]["noise"] for part in results(tmp_path).values()] == ["none"]
-    with pytest.raises(UsageError, match="--draws"):
-        evaluate("perplexity", tmp_path / "model", store, *words, "--draws", 0)
+    for option in ("--draws", "--rows", "--batch-size"):
+        with pytest.raises(UsageError, match=option):
+            evaluate("perplexity", tmp_path / "model", store, *words, option, 0)
+    with pytest.raises(UsageError, match="cannot write there"):  # before a model is opened
+        evaluate("perplexity", tmp_path / "none", store, "--split", "train", "--out", tmp_path / "results.json")
+
+
+def test_prior_noise_is_the_samplers_own_cut_as_the_student_knows_it() -> None:
+    """Of seeds of their own, so that no likelihood is of the noise that drew a sample."""
+    student, ids = tiny_student("mdlm", "gumbel"), torch.tensor([4, 9])
+    student.config.codec = {"name": "topk", "parameters": {"num_entries": 2}}
+    noise = sampling_noise(derive_seed(3, "likelihood"), ids, 12, 11, codec=student.codec, draw=2)
+    found = prior_noise(student, ids, 12, 3, 2).noise
+    assert torch.equal(found.tile(0, 11), noise.tile(0, 11))
+    assert not torch.equal(found.tile(0, 11), sampling_noise(3, ids, 12, 11, draw=2).tile(0, 11))
 
 
 def test_what_does_not_suit_the_student_is_refused(store: Path) -> None:
@@ -208,14 +249,21 @@ def test_what_does_not_suit_the_student_is_refused(store: Path) -> None:
         with pytest.raises(UsageError, match="do not suit the student"):
             validation_perplexity(student, data, noise=noise)  # type: ignore[arg-type]
     scorer = CompletionScorer(plain)
-    for row, given in ((ROW.repeat(1, 2), 3), (ROW, 0)):
+    for row, given in ((ROW.repeat(2, 2), [3, 3]), (ROW.repeat(2, 1), [3, 0])):
         with pytest.raises(UsageError, match="cannot be scored"):
-            scorer(row, [given], [0])
-    with pytest.raises(UsageError, match="num_masks"):
-        CompletionScorer(plain, num_masks=0)
+            scorer(row, given, [0, 1])
+    scorer(pad(ROW, (0, 3)), [3], [0])  # as long as the student's
+    for name in ("num_masks", "num_draws"):
+        with pytest.raises(UsageError, match=name):
+            CompletionScorer(plain, **{name: 0})
+    broken = tiny_student("ar", "none")
+    torch.nn.init.constant_(next(broken.parameters()), math.nan)
+    with pytest.raises(GdistillError, match="a likelihood that is no number"):
+        validation_perplexity(broken, rows(), noise="none")
     whole = read_data_rows(store.parent, "train")
     assert np.array_equal(read_data_rows(store, "train", 3).rows, whole.rows[:3])
     assert (whole.bos_id, whole.fingerprint) == (0, "ef" * 32)
+    assert whole.name == f"train split of store, {len(whole.rows)} rows of {whole.rows.shape[1]} tokens"
     with pytest.raises(UsageError, match="no such split"):
         read_data_rows(store, "nothing")
     with pytest.raises(UsageError, match="no data there"):

@@ -51,6 +51,7 @@ def test_a_text_is_read_up_to_1024_tokens_unless_a_limit_is_given(copied: Path) 
     assert Judging.load(str(copied)).limits == reading.ReadingLimits(2048, 1024, 1024)
     assert Judging.load(str(copied), max_tokens=1500).limits.max_tokens == 1500
     assert Judging.of(replace(judge, context_length=16), stride=8).limits.max_tokens == 1024, "in windows"
+    assert Judging.of(judge, None, 2, 1024).limits == reading.ReadingLimits(1024, 1024, 2), "the least and the most"
 
 
 def test_a_judge_computes_in_float32_and_is_known_by_its_weights(
@@ -75,11 +76,18 @@ def test_a_judge_computes_in_float32_and_is_known_by_its_weights(
 def test_the_start_token_of_a_judge_stands_in_front_and_never_counts(copied: Path) -> None:
     """As with ``<s>`` of LLaMA-like judges: a border inside a text is no target."""
     change_json(copied / "tokenizer_config.json", bos_token="<unk>")
+    start, text = {"SpecialToken": {"id": "<unk>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}
+    adds = {"type": "TemplateProcessing", "single": [start, text], "pair": [start, text]}
+    adds |= {"special_tokens": {"<unk>": {"id": "<unk>", "ids": [3], "tokens": ["<unk>"]}}}
+    change_json(copied / "tokenizer.json", post_processor=adds)  # a tokenizer that would put it there itself
     judge = load_judge(str(copied))
+    assert text_features(judge, ["a"], 5).num_tokens == [2], "as mauve-text reads it"
     assert (judge.document_start_id, judge.border_ids) == (3, (2, 3))
-    plain = Judging.of(judge).perplexity(["a b a", ""])
-    assert (plain.details["num_tokens"], plain.details["num_empty"]) == (3, 1)
-    assert plain.cautions == ("1 texts without a token to score are left out",)
+    judging = Judging.of(judge)
+    plain = judging.perplexity(["a b a", "", "<eos>"])
+    assert (plain.details["num_tokens"], plain.details["num_empty"]) == (3, 2)
+    assert plain.cautions == ("2 texts without a token to score are left out",)
+    assert [span[:2] for span in judging.spans("a b a")] == [(0, 1), (1, 3), (3, 5)]
     bordered = Judging.of(judge).perplexity(["a b <unk> a <eos> b"])
     assert bordered.details["num_tokens"] == 4
     nll = nll_nats(judge, torch.tensor([3, 0, 1, 0])).sum()
@@ -177,16 +185,25 @@ def texts(seed: int, share_of_b: float) -> list[str]:
 
 
 def test_the_score_is_that_of_mauve_text_called_directly(judge: JudgeModel, judge_folder: Path) -> None:
-    real, ours = texts(1, 0.3), [*texts(2, 0.6), ""]  # mauve-text leaves empty texts out
+    real, ours = texts(1, 0.3)[1:], [*texts(2, 0.6), ""]  # mauve-text leaves empty texts out
     options = {"featurize_model_name": str(judge_folder), "max_text_length": MOST}
     direct = [mauve.compute_mauve(p_text=real, q_text=ours, seed=seed, **options).mauve for seed in (25, 31)]
-    features = (text_features(judge, part, MOST) for part in (ours, real))
+    features = [text_features(judge, part, MOST) for part in (ours, real)]
     score = mauve_score(judge, *features, max_tokens=MOST, seeds=(25, 31))
     assert score.details["by_seed"] == pytest.approx(direct, abs=1e-6)
     assert score.value == pytest.approx(np.mean(direct), abs=1e-6)
     spread = abs(direct[0] - direct[1]) / 2**0.5
     assert score.details["spread_over_seeds"] == pytest.approx(spread, abs=1e-6)
     assert score.details["num_empty"] == 1 and score.num_samples == 130
+    assert score.settings == judge.identity | {
+        "num_references": 129, "max_tokens": MOST, "scaling": 5, "seeds": [25, 31], "buckets": 13
+    }
+    lengths = score.details["mean_tokens"], score.details["mean_tokens_reference"]
+    assert lengths == tuple(part.num_tokens.mean() for part in features)
+    few = features[0].select(np.arange(127))
+    for pair in ((few, features[1]), (features[0], few)):
+        with pytest.raises(UsageError, match="got 127; expected at least 128"):
+            mauve_score(judge, *pair, max_tokens=MOST)
 
 
 def test_our_area_of_histograms_is_mauve_texts(judge: JudgeModel) -> None:
@@ -223,8 +240,11 @@ class AllHead(torch.nn.Linear):
 def test_what_cannot_be_read_is_refused(judge: JudgeModel) -> None:
     with pytest.raises(UsageError, match=r"no features.*AllHead.*--reference"):
         text_features(replace(judge, model=AllHead(1, 1)), ["a"], MOST)
-    with pytest.raises(UsageError, match="max_tokens"):
-        text_features(judge, ["a"], 17)
+    for limit in (0, 17):
+        with pytest.raises(UsageError, match="max_tokens"):
+            text_features(judge, ["a"], limit)
+    with pytest.raises(GdistillError, match="no text has a token; got 2 empty texts"):
+        text_features(judge, ["", ""], 5)
 
 
 def test_features_are_kept_by_what_was_read(tmp_path: Path, judge: JudgeModel) -> None:
@@ -232,12 +252,16 @@ def test_features_are_kept_by_what_was_read(tmp_path: Path, judge: JudgeModel) -
     first = text_features(judge, ["a b", "b"], 4, tmp_path)
     (file,) = tmp_path.iterdir()
     assert np.array_equal(text_features(judge, ["a b", "b"], 4, tmp_path).values, first.values)
-    text_features(judge, ["a b", "a"], 4, tmp_path)
+    turned = text_features(judge, ["b", "a b"], 4, tmp_path)
+    assert np.array_equal(turned.values, first.values[::-1])
     text_features(judge, ["a b", "b"], 1, tmp_path)
     text_features(replace(judge, weights_sha256="another's"), ["a b", "b"], 4, tmp_path)
     assert len(list(tmp_path.iterdir())) == 4
-    file.write_bytes(file.read_bytes()[:-30])  # a torn file is computed again
-    assert np.array_equal(text_features(judge, ["a b", "b"], 4, tmp_path).values, first.values)
+    text_features(judge, ["a"] * 3, 4, tmp_path / "three")
+    (three,) = (tmp_path / "three").iterdir()
+    for content in (file.read_bytes()[:-30], three.read_bytes()):  # a torn file, and one of other texts
+        file.write_bytes(content)
+        assert np.array_equal(text_features(judge, ["a b", "b"], 4, tmp_path).values, first.values)
 
 
 def test_gradients_are_those_of_the_surprise(judge: JudgeModel) -> None:

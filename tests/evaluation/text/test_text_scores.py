@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import shutil
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -19,12 +20,14 @@ from scipy.spatial.distance import mahalanobis
 from scipy.stats import energy_distance as scipy_energy
 from transformers import GPT2Config, GPT2LMHeadModel
 
+from evaluation.samples import SampleSet
 from evaluation.score import PerSample, Score, mean_interval, wilson_interval
 from evaluation.text import distance
+from evaluation.text.mauve_divergence import TextFeatures, text_features
 from evaluation.text.reading import JudgedText, JudgeModel, Judging, counted_positions, token_nll_nats, window_starts
 from evaluation.text.reference import ReferenceText, Ruler, words_of
 from shards.errors import UsageError
-from tests.evaluation.kit import markov_text, write_tokens
+from tests.evaluation.kit import markov_text, write_lines, write_tokens
 
 CASES = ("len160", "len150", "len65", "len40", "nosliding", "padded")
 
@@ -80,7 +83,8 @@ def test_entropy_and_repetition_by_hand() -> None:
     assert distance.unigram_entropy_nats([1, 1, 2, 2]) == pytest.approx(math.log(2))
     assert distance.unigram_entropy_nats([7, 7, 7]) == 0.0
     score = distance.entropy_score([[1, 1, 2, 2], [3, 3]])
-    assert score.value == pytest.approx(math.log(2) / 2)
+    assert score.value == pytest.approx(math.log(2) / 2) and score.num_samples == 2
+    assert score.interval == mean_interval([math.log(2), 0.0])
     pooled = -(4 / 6 * math.log(1 / 3) + 2 / 6 * math.log(1 / 3))  # three tokens, two of each
     assert score.details["pooled_nats"] == pytest.approx(pooled)
     assert distance.distinct_ngram_share([[1, 2, 1, 2]], 2) == pytest.approx(2 / 3)
@@ -92,8 +96,8 @@ def test_entropy_and_repetition_by_hand() -> None:
 
     # Repetition is counted within a sample.
     assert distance.repetition_share([1, 2, 3, 4] * 2, 4) == pytest.approx(1 - 4 / 5)
-    assert distance.repetition_share([5] * 10, 4) == pytest.approx(1 - 1 / 7)
-    assert distance.repetition_share([1, 2], 4) == 0.0
+    assert distance.repetition_share([5] * 10) == pytest.approx(1 - 1 / 7)
+    assert distance.repetition_share([1, 2]) == distance.distinct_ngram_share([[1]], 2) == 0.0
     twice = distance.entropy_score([[1, 2, 3, 4]] * 2)  # equal samples: distinct-n sees it
     assert (twice.details["repeated_4"], twice.details["distinct_3"]) == (0.0, 0.5)
 
@@ -105,7 +109,7 @@ def test_both_aggregates_of_perplexity_by_hand(judge: JudgeModel) -> None:
         counted = tuple(value != 7 for value in nats)  # an end of text does not count
         judging.memory.add(text, JudgedText((1,) * len(nats), nats, counted))
     score = judging.perplexity(["x", "y", "z"])
-    assert score.value == pytest.approx(2 ** (23 / 6))
+    assert score.value == pytest.approx(2 ** (23 / 6)) and score.num_samples == 3
     assert score.details["per_sample_mean"] == pytest.approx(38 / 3)
     assert score.details["per_sample_median"] == pytest.approx(4.0)
     assert score.details["nll_nats_per_token"] == pytest.approx(23 / 6 * math.log(2))
@@ -130,11 +134,15 @@ def test_a_bootstrap_interval_covers_what_it_says() -> None:
 def test_a_bootstrap_resamples_whole_texts_with_replacement() -> None:
     """A given text is absent from a draw of 5 with chance (4/5)^5 = 0.328: then the mean of the others is 0."""
     one = PerSample.of_mean(range(5), (5.0, 0.0, 0.0, 0.0, 0.0))
-    assert one.interval() == one.interval() == (0.0, 3.0)  # at most thrice in 97.5% of draws
+    assert one.interval() == (0.0, 3.0)  # at most thrice in 97.5% of draws
+    many = PerSample.of_mean(range(60), np.sqrt(np.arange(60)))
+    assert many.interval() == many.interval(), "the draws are a function of the number of samples"
+    assert (one.select([1]).interval(), one.select([1, 2]).interval()) == (None, (0.0, 0.0))
     ratio = PerSample((0, 1), (math.log(2), 3 * math.log(8)), (1.0, 3.0), True)
     both = ratio.resampled(np.array([[0, 0], [0, 1], [1, 1]]))
     assert both == pytest.approx([2.0, 2**2.5, 8.0])
-    assert ratio.select([1]).value() == pytest.approx(8.0)
+    assert ratio.select([1]).value() == pytest.approx(8.0) and ratio.select([1, 0]).indices == (1, 0)
+    assert ratio.select([1, 0]).denominators == (3.0, 1.0)
 
 
 def test_intervals_of_shares_and_means() -> None:
@@ -142,15 +150,16 @@ def test_intervals_of_shares_and_means() -> None:
     assert wilson_interval(100, 100)[1] == pytest.approx(1.0)
     low, high = wilson_interval(50, 100)
     assert (low, high) == (pytest.approx(0.4038, abs=1e-4), pytest.approx(0.5962, abs=1e-4))
-    with pytest.raises(ValueError, match="successes"):
-        wilson_interval(3, 2)
+    for shares in ((3, 2), (-1, 2), (0, 0)):
+        with pytest.raises(ValueError, match="successes"):
+            wilson_interval(*shares)
     assert mean_interval([1.0]) is None
     # Two values: their standard deviation is sqrt(2), that of their mean 1.
     assert mean_interval([1.0, 3.0]) == pytest.approx((2 - 1.959964, 2 + 1.959964))
     # What is no number is null in JSON.
-    written = Score("x", math.nan, 1, (1.0, math.inf), details={"y": -math.inf, "z": "inf"}).to_json()
+    written = Score("x", math.nan, 1, (1.0, math.inf), {}, {"y": -math.inf, "z": "inf"}, ("few",)).to_json()
     assert written["value"] is None and written["interval_95"] == [1.0, None]
-    assert written["details"] == {"y": None, "z": "inf"}
+    assert (written["details"], written["cautions"]) == ({"y": None, "z": "inf"}, ["few"])
     json.dumps(written, allow_nan=False)
 
 
@@ -168,8 +177,8 @@ def test_frechet_by_hand_and_as_scipy() -> None:
     expected = ((x.mean(0) - y.mean(0)) ** 2).sum() + np.trace(first + second - 2 * root)
     assert distance.frechet_distance(x, y) == pytest.approx(expected, rel=1e-6)
     assert distance.frechet_distance(x, x) == pytest.approx(0.0, abs=1e-9)
-    with pytest.raises(UsageError, match="a spread needs two"):
-        distance.frechet_distance(x[:1], y)
+    wide = generator.normal(size=(3, 60))  # a covariance of rank 2, whose other roots rounding makes negative
+    assert distance.frechet_distance(wide, wide) == pytest.approx(0.0, abs=1e-3)
 
 
 def test_energy_by_hand_and_as_scipy() -> None:
@@ -204,6 +213,10 @@ def test_gradient_moment_by_hand() -> None:
 def test_a_distance_of_one_law_is_nought_on_average(measure: Callable[..., Any]) -> None:
     """400 pairs of sets of one law: the mean is within four standard errors of 0."""
     generator = np.random.default_rng(3)
+    for x, y in (((1, 4), (9, 4)), ((9, 4), (1, 4))):
+        for one in (measure, distance.frechet_distance):
+            with pytest.raises(UsageError, match="a spread needs two"):
+                one(np.ones(x), np.ones(y))
     values = [measure(*generator.normal(size=(2, 30, 4))).value for _ in range(400)]
     assert abs(np.mean(values)) < 4 * np.std(values) / np.sqrt(len(values))
 
@@ -215,15 +228,17 @@ def test_ngram_vectors_see_order_and_frequency_alone() -> None:
     unigrams, bigrams = vectors[:, :2048], vectors[:, 2048:4096]
     assert np.allclose(unigrams[0], unigrams[2]) and not np.allclose(bigrams[0], bigrams[2])
     assert not np.allclose(distance.ngram_vectors([[1, 2]]), distance.ngram_vectors([[2, 1]]))
+    one, other = distance.ngram_vectors([[0, 1, 0, 2, 0], [0, 2, 0, 1, 0]])  # the same pairs in another order
+    assert np.array_equal(one[:4096], other[:4096]) and not np.allclose(one, other)
+    assert len({int(row.argmax()) for row in distance.ngram_vectors([[2048 * n] for n in range(9)])}) == 9
 
 
 def test_jackknife_of_a_mean_is_the_known_interval() -> None:
-    x = np.random.default_rng(4).normal(size=(2000, 1))
+    """Of 20 values each is a group of its own: the half width is 1.96 standard errors."""
+    x = np.random.default_rng(4).normal(size=20)
     found = distance.jackknife(lambda kept: float(x[kept].mean()), len(x))
-    half = 1.96 * x.std(ddof=1) / np.sqrt(len(x))
-    assert found.value == pytest.approx(x.mean())
-    # 20 groups know a spread to one part in sqrt(2 * 19): four of those.
-    assert (found.high - found.low) / 2 == pytest.approx(half, rel=4 / np.sqrt(38))
+    half = 1.959964 * x.std(ddof=1) / np.sqrt(len(x))
+    assert (found.value, found.low, found.high) == pytest.approx((x.mean(), x.mean() - half, x.mean() + half))
 
 
 def test_naive_samplers_are_what_their_names_say() -> None:
@@ -231,7 +246,17 @@ def test_naive_samplers_are_what_their_names_say() -> None:
     naive = distance.naive_samples(text, 300)
     assert set(naive) == {"periodic text", "unigram draws", "frequent 4-grams", "shuffled rows"}
     assert {rows.shape for rows in naive.values()} == {(300, 48)}
-    assert np.array_equal(naive["periodic text"][0, :8], naive["periodic text"][0, 8:16])
+    again = distance.naive_samples(text, 300)
+    assert all(np.array_equal(rows, again[name]) for name, rows in naive.items())
+    begun = {tuple(row[:8]) for row in naive["periodic text"]}
+    assert np.array_equal(naive["periodic text"], np.tile(naive["periodic text"][:, :8], 6))
+    assert begun <= {tuple(row[:8]) for row in text} and len(begun) > 100
+    # 14,400 tokens: five standard errors of each token's share.
+    shares, drawn = (np.bincount(rows.ravel(), minlength=40) / rows.size for rows in (text, naive["unigram draws"]))
+    assert (abs(drawn - shares) <= 5 * np.sqrt(shares * (1 - shares) / 14_400)).all()
+    uses = Counter(tuple(row[i : i + 4]) for row in text.tolist() for i in range(45))
+    least = sorted(uses.values())[-64]
+    assert min(uses[tuple(gram)] for gram in naive["frequent 4-grams"].reshape(-1, 4).tolist()) >= least
     shuffled = naive["shuffled rows"]
     assert sorted(shuffled[0].tolist()) in [sorted(row.tolist()) for row in text]
 
@@ -265,18 +290,62 @@ def test_the_floor_of_a_sorted_text_is_that_of_any_other() -> None:
     text = ReferenceText(rows.tolist(), "tokens", None, None, Path("x"))
     floor = Ruler(text, 200, None).floor["energy_distance"]
     assert floor.low < 0 < floor.high
+    assert len(Ruler(text, 150, None).vectors) == 150, "as many rows as there are samples"
     with pytest.raises(UsageError, match="got 200; expected at least 256"):
         Ruler(replace(text, rows=text.rows[:200]), 200, None)
 
 
+def test_the_states_of_own_rows_are_held_against_those_of_other_rows(
+    judge: JudgeModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = markov_text(256, 12, 1, vocab_size=2)
+    texts = [" ".join("ab"[token] for token in row) for row in rows]
+    text = ReferenceText(rows.tolist(), "words", texts, None, Path("x"))
+    ruler = Ruler(text, 128, Judging.of(judge, tmp_path, max_tokens=9))
+    all_states = text_features(judge, texts, 9, tmp_path)
+    assert len(list(tmp_path.iterdir())) == 1, "what was read is kept"
+    others = np.setdiff1d(np.arange(256), ruler.own)
+    own, rest = (all_states.select(places) for places in (ruler.own, others))
+    halves = np.array_split(own.means.astype(np.float64), 2)
+    reference, gap = rest.means.astype(np.float64), distance.typicality_gap
+    vectors = (distance.ngram_vectors(rows[places]) for places in (ruler.own, others))
+    gradients = (part.gradients.astype(np.float64) for part in (own, rest))
+    expected = {
+        "energy_distance": distance.energy_distance(*vectors).value,
+        "frechet_distance": distance.frechet_distance(own.means.astype(np.float64), reference),
+        "gradient_moment": distance.gradient_moment(*gradients).value,
+        "typicality_gap": gap(halves[0], reference, halves[1]).value,
+    }
+    assert {name: ruler.floor[name].value for name in expected} == pytest.approx(expected, rel=1e-6)
+    found = ruler.measure(rows[:130].tolist(), all_states.select(np.arange(130)))
+    states = all_states.means[:130].astype(np.float64), reference, own.means.astype(np.float64)
+    assert found["typicality_gap"].value == pytest.approx(gap(*states).value, rel=1e-6)
+
+    def counted(_: object, ours: TextFeatures, theirs: TextFeatures, max_tokens: int) -> Score:
+        return Score(f"{max_tokens} tokens", len(theirs.values), len(ours.values))
+
+    monkeypatch.setattr("evaluation.text.reference.mauve_score", counted)
+    given = SampleSet("s", rows[:150].tolist(), texts[:150], [*range(150)], [], [], 0, {}, {}, Path("s"))
+    *_, mauve = ruler.scores(given)
+    assert (mauve.name, mauve.value, mauve.num_samples) == ("9 tokens", 256, 150), "against all of the text"
+    assert mauve.details["floor"] == 128, "the text's own rows against the others alone"
+    energy = ruler.scores(given)[0]
+    assert (energy.num_samples, energy.settings["n-grams of"], ruler.ranking) == (150, "words", "frechet_distance")
+
+
 def test_texts_of_a_store_are_written_as_samples_are(tmp_path: Path, judge_folder: Path) -> None:
     """Without the token in front; words of a file are what stands between spaces and marks."""
-    rows = np.array([[2, 0, 1, 0], [2, 1, 1, 0]])
+    rows = np.array([[2, 0, 1, 0], [0, 1, 2, 0]])
     write_tokens(tmp_path, {"train": rows[:1], "validation": rows}, vocab_size=4, bos_id=2)
     with pytest.raises(UsageError, match="keeps no tokenizer"):
         ReferenceText.read(tmp_path).require_texts()
-    shutil.copytree(judge_folder, tmp_path / "tokens" / "tokenizer")
-    found = ReferenceText.read(tmp_path, length=3)
-    assert found.texts == ["a b", "b b"] and found.rows == [[2, 0, 1], [2, 1, 1]]
+    for place in ("tokens/tokenizer", "store/tokenizer", "tokenizer"):
+        shutil.copytree(judge_folder, tmp_path / place)
+        found = ReferenceText.read(tmp_path, length=3)
+        shutil.rmtree(tmp_path / place)
+        assert found.texts == ["a b", "a b <eos>"] and found.rows == [[2, 0, 1], [0, 1, 2]]
     assert found.training.tolist() == [[2, 0, 1]]  # type: ignore[union-attr]
+    assert len(ReferenceText.read(tmp_path, 1).rows) == 1
     assert len(set(words_of("It's a day, a day."))) == 7 and words_of("a\n b") == words_of("a b")
+    file = write_lines(tmp_path / "r.jsonl", {"text": "a b"}, {"text": ""})
+    assert ReferenceText.read(file).rows == [words_of("a b")], "a text without a word is left out"
