@@ -10,22 +10,23 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch.nn.modules.module import register_module_forward_hook
-from transformers import AutoTokenizer, PreTrainedModel
+from transformers import AutoTokenizer
 
 from evaluation import frontier
 from evaluation.figures import figure_file
-from evaluation.frontier import Point, dominance, nearest, pareto, read_point
+from evaluation.frontier import Point, dominance, nearest, pareto
 from evaluation.infilling import filled_spans, make_infill_rows, read_infill_rows
 from evaluation.maze import Maze
 from evaluation.samples import DataRows, read_data_rows, read_samples
-from evaluation.text.distance import Estimate, naive_samples
-from evaluation.text.reading import JudgeModel, Judging, load_judge
+from evaluation.scorers import make_scorers
+from evaluation.text.distance import RANKING, Estimate, naive_samples, unigram_entropy_nats
+from evaluation.text.reading import JudgeModel, Judging
 from evaluation.text.reference import ReferenceText, Ruler
 from shards.errors import GdistillError, UsageError
 from tests.evaluation.kit import evaluate, markov_text, nll_nats, results, scores_by_name, write_lines, write_tokens
@@ -41,12 +42,6 @@ def write_samples(file: Path, *texts: str | None) -> Path:
 @pytest.fixture
 def samples(tmp_path: Path) -> Path:
     return write_samples(tmp_path / "samples.jsonl", "a b a b a b", "b a a").parent
-
-
-@pytest.fixture
-def maze(tmp_path: Path) -> Path:
-    (tmp_path / "maze.json").write_text(json.dumps(asdict(MAZE)))
-    return tmp_path / "maze.json"
 
 
 def test_perplexity_and_entropy_of_a_folder(samples: Path, judge_folder: Path) -> None:
@@ -67,11 +62,6 @@ def test_perplexity_and_entropy_of_a_folder(samples: Path, judge_folder: Path) -
     page, parts = (samples / "report.html").read_text(), score["per_sample"]
     for nats, tokens in zip(parts["numerators"], parts["denominators"], strict=True):
         assert f"perplexity {math.exp(nats / tokens):.3f}</b>" in page
-    write_samples(samples / "samples.jsonl", "a " * 60)
-    for words in (8, 40):  # beyond the judge's context too: that is what windows are for
-        evaluate(samples, "--judge", judge_folder, "--max-tokens", words)
-        (part,) = results(samples).values()
-        assert part["scores"][1]["details"]["num_tokens"] == words - 1
 
 
 def tables(folder: Path) -> dict[str, list[dict[str, str]]]:
@@ -102,21 +92,9 @@ def test_a_file_has_a_row_of_its_own_and_no_claim_that_it_does_not_make(tmp_path
     assert alone in (tmp_path / "report.html").read_text()
 
 
-def test_the_maze_is_compared_with_what_its_name_says(tmp_path: Path, maze: Path) -> None:
-    write_samples(tmp_path / "samples.jsonl", *["<bos> right right <eos>"] * 4)
-    table = evaluate(tmp_path, "--maze", maze)
-    assert "total_variation_to_uniform" in table and "teacher" not in table
-    (part,) = results(tmp_path).values()
-    scores = scores_by_name(part)
-    assert scores["maze_success"]["value"] == 1.0
-    assert scores["maze_success"]["details"]["total_variation_to_uniform"] == 0.5
-    assert scores["total_variation_to_uniform"]["value"] == 0.5
-    assert "teacher" not in json.dumps(part)
-
-
-def test_samples_that_cannot_be_read_are_named(tmp_path: Path, judge_folder: Path, maze: Path) -> None:
-    """Without a text, as the sampler writes them for a student without a tokenizer."""
-    file = write_samples(tmp_path / "samples.jsonl", "a", None)
+def test_samples_that_cannot_be_read_are_named(tmp_path: Path, judge_folder: Path) -> None:
+    """Without a text, as the sampler writes them for a student without a tokenizer; the rest of a maze is scored."""
+    file, maze = write_samples(tmp_path / "samples.jsonl", "a", None), write_lines(tmp_path / "maze.json", asdict(MAZE))
     for words in (("--judge", judge_folder), ("--maze", maze)):
         with pytest.raises(GdistillError, match=r"no text \[.*samples\.jsonl:2\]"):
             evaluate(file, *words)
@@ -124,17 +102,16 @@ def test_samples_that_cannot_be_read_are_named(tmp_path: Path, judge_folder: Pat
     write_samples(file, "", "<eos>")
     with pytest.raises(GdistillError, match=r"no sample has a token to score \[.*samples\.jsonl"):
         evaluate(file, "--judge", judge_folder)
-
-
-OF_NO_USE = (
-    *(("--stride", value) for value in (0, -2, 64)),
-    *(("--max-tokens", value) for value in (-3, 0, 1)),
-    *(("--device", value) for value in ("nonsense", "meta", "cuda:99")),
-)
+    write_samples(file, *["<bos> right right <eos>"] * 4)
+    assert "teacher" not in evaluate(file, "--maze", maze)
+    (part,) = results(tmp_path).values()
+    success, variation = (scores_by_name(part)[name] for name in ("maze_success", "total_variation_to_uniform"))
+    assert (success["value"], variation["value"]) == (1.0, 0.5) and "teacher" not in json.dumps(part)
 
 
 def test_values_of_no_use_are_refused(samples: Path, judge_folder: Path) -> None:
-    for option, value in OF_NO_USE:
+    values = {"--stride": (0, -2, 64), "--max-tokens": (-3, 0, 1), "--device": ("nonsense", "meta", "cuda:99")}
+    for option, value in ((name, value) for name, several in values.items() for value in several):
         with pytest.raises(UsageError) as caught:
             evaluate(samples, "--judge", judge_folder, option, value)
         error = caught.value
@@ -155,65 +132,6 @@ def test_values_of_no_use_are_refused(samples: Path, judge_folder: Path) -> None
             evaluate(*words, "--out", taken / "p.html" if words[0] == "passes" else taken)
     assert not (samples / "results.json").exists()
     assert "certify" in evaluate("--help")
-
-
-@contextmanager
-def texts_read_by_a_model() -> Iterator[list[int]]:
-    """Texts of every forward pass of any model of transformers, its head left out."""
-    read: list[int] = []
-
-    def count(module: torch.nn.Module, _: object, output: Any) -> None:
-        if isinstance(module, PreTrainedModel) and module.base_model is module:
-            read.append(len(output.last_hidden_state))
-
-    handle = register_module_forward_hook(count)
-    try:
-        yield read
-    finally:
-        handle.remove()
-
-
-@pytest.mark.slow
-def test_mauve_of_two_files_reads_the_references_once(tmp_path: Path, judge_folder: Path, judge: JudgeModel) -> None:
-    near = ["a " * (1 + number % 3) for number in range(260)]
-    far = ["b " * (4 + number % 5) for number in range(260)]
-    references = write_samples(tmp_path / "reference.jsonl", *near)
-    write_samples(tmp_path / "samples" / "far.jsonl", *far)
-    write_samples(tmp_path / "samples" / "near.jsonl", *near)
-    scored = [tmp_path / "samples", "--judge", judge_folder]
-    evaluate(*scored)  # what perplexity reads is kept
-    with texts_read_by_a_model() as loading:
-        evaluate(*scored)
-    with texts_read_by_a_model() as first:
-        table = evaluate(*scored, "--reference", references)
-    with texts_read_by_a_model() as again:
-        evaluate(*scored, "--reference", references)
-    # near.jsonl has the references' own texts: features are found by content.
-    assert sum(first) == sum(loading) + 260 + 260
-    assert sum(again) == sum(loading)
-    ruler = Ruler(ReferenceText.read(references), 260, Judging.of(judge))
-    assert ruler.mauve_floor.settings["num_references"] == 130, "the text's own rows against the others alone"
-    assert "Against the text" in table and "words" in table
-    far_scores, near_scores = map(scores_by_name, results(tmp_path / "samples").values())
-    assert near_scores["mauve"]["value"] == pytest.approx(1.0, abs=1e-3)
-    distances = ("frechet_distance", "gradient_moment", "energy_distance", "typicality_gap")
-    for name in ("mauve", *distances):
-        value, near = far_scores[name]["value"], near_scores[name]
-        assert value < 0.99 if name == "mauve" else value > near["value"]
-        assert near["details"]["floor_samples"] == 130 and near["details"]["least_samples"] == 128
-        assert near["interval_95"][0] <= near["value"] <= near["interval_95"][1]
-    assert far_scores["mauve"]["settings"]["max_tokens"] == judge.context_length  # what was read
-    cautions = [" ".join(part["mauve"]["cautions"]) for part in (far_scores, near_scores)]
-    assert all("260 samples and 260 references" in text for text in cautions)
-    assert "6 tokens on average and references 2" in cautions[0]
-    assert "tokens on average" not in cautions[1]
-
-
-def test_a_judge_of_broken_weights_is_refused(judge_folder: Path) -> None:
-    judge = load_judge(str(judge_folder))
-    torch.nn.init.constant_(judge.model.lm_head.weight, float("nan"))
-    with pytest.raises(GdistillError, match="a likelihood that is no number"):
-        Judging.of(judge).perplexity(["a b"])
 
 
 # Against the text: a store of one Markov chain, with samples of the chain and of a coin.
@@ -273,9 +191,6 @@ def test_scores_against_a_store_need_no_model(tmp_path: Path, chain: Path) -> No
         evaluate(tmp_path / "few", "--reference", chain)
 
 
-DESCRIBED = ("entropy_nats", "distinct_beginnings", "memorised_16_grams")
-
-
 def test_a_sweep_is_a_frontier(tmp_path: Path, chain: Path) -> None:
     """The setting is chosen on the even samples: odd ones alone, however near, choose nothing."""
     rows = markov_text(300, 32, 7)
@@ -298,8 +213,12 @@ def test_a_sweep_is_a_frontier(tmp_path: Path, chain: Path) -> None:
     assert by_tau["2"]["chosen_by"] > 3 * abs(by_tau["2"]["distance"]["high"])
     assert (tmp_path / "out" / "frontier.png").stat().st_size > 1000
     ours, _, text = tables(tmp_path / "out")["Nearest the text"]
-    own = by_tau["1"]["described"]
-    figures = [str(Estimate(**by_tau["1"]["distance"])), "-", *(f"{own[n]:.3g}" for n in DESCRIBED)]
+    one, (first, second) = by_tau["1"], (ruler.measure(rows[n::2].tolist(), None) for n in (0, 1))
+    assert (one["chosen_by"], one["distance"]) == (first["energy_distance"].value, asdict(second["energy_distance"]))
+    entropy = pytest.approx(np.mean([unigram_entropy_nats(row) for row in rows[1::2].tolist()]))
+    own, described = one["described"], ("entropy_nats", "distinct_beginnings", "memorised_16_grams")
+    assert own == {"entropy_nats": entropy, **{name: score.value for name, score in second.items()}}
+    figures = [str(second["energy_distance"]), "-", *(f"{own[n]:.3g}" for n in described)]
     assert [*ours.values()] == ["n=1", "4", "0.5", *figures, "sampler ancestral, temperature 0, tau 1"]
     assert [*text.values()][:5] == ["the text itself", "-", "-", str(floor), "-"]
     assert "n=1 beats 1 of 1" in (tmp_path / "out/report.html").read_text()
@@ -310,51 +229,30 @@ def test_a_sweep_is_a_frontier(tmp_path: Path, chain: Path) -> None:
         evaluate("frontier", runs[0], runs[0], "--data", chain, "--out", tmp_path / "out")
 
 
-def test_a_judge_ranks_by_its_states_and_says_perplexity(
+def test_a_judge_adds_distances_of_its_states(
     tmp_path: Path, judge_folder: Path, judge: JudgeModel, cache: Path
 ) -> None:
+    """Of samples that are the text's own rows."""
     texts = [" ".join("ab"[token] for token in row) for row in markov_text(256, 6, 1, vocab_size=2)]
     drawn = ({"tokens": [0], "text": text, "nfe": 2, "settings": {"tau": 1}} for text in texts)
     file = write_lines(tmp_path / "n" / "samples.jsonl", *drawn)
-    words = ("--data", write_lines(tmp_path / "r.jsonl", *({"text": text} for text in texts)), "--judge", judge_folder)
-    assert "beats" not in evaluate("frontier", file.parent, *words, "--out", tmp_path)
+    reference = write_lines(tmp_path / "r.jsonl", *({"text": text} for text in texts))
+    words = ("--judge", judge_folder, "--out", tmp_path)
+    assert "beats" not in evaluate("frontier", file.parent, "--data", reference, *words)
     found, (row, _) = results(tmp_path), tables(tmp_path)["Nearest the text"]
     value = Judging.of(judge).perplexity(texts[1::2]).value
     assert found["points"][0]["perplexity"] == pytest.approx(value) and row["perplexity"] == f"{value:.1f}"
     assert found["judge"] == judge.identity and found["ranking"] == "frechet_distance"
     assert "No model beats" in (tmp_path / "report.html").read_text()
     assert list(cache.rglob("*.features.safetensors")), "what was read is kept"
-
-
-class Halves(Ruler):
-    """Its distance is the mean first token; its judge keeps what it is given."""
-
-    ranking = "energy_distance"
-
-    def __init__(self) -> None:
-        self.text, self.texts = ReferenceText([[0]], "tokens", None, None, Path("x")), []
-        self.judging = self  # type: ignore[assignment]
-
-    def features_of(self, texts: Any) -> None:  # type: ignore[override]
-        return None
-
-    def measure(self, rows: Any, features: Any) -> Any:
-        value = float(np.mean([row[0] for row in rows]))
-        return {"energy_distance": Estimate(value, value, value)}
-
-    def perplexity(self, texts: list[str], where: object) -> Estimate:
-        self.texts = texts
-        return Estimate(7.0, 7.0, 7.0)
-
-
-def test_a_setting_is_chosen_on_one_half_and_reported_on_the_other(tmp_path: Path) -> None:
-    records = ({"tokens": [i % 2, 2, 2 + i % 2], "text": "ab"[i % 2], "nfe": 4} for i in range(256))
-    ruler = Halves()
-    found = read_point("m", read_samples(write_lines(tmp_path / "s.jsonl", *records)), ruler)
-    assert (found.chosen_by, found.distance.value, found.perplexity) == (0.0, 1.0, 7.0)
-    assert ruler.texts == ["b"] * 128
-    entropy = pytest.approx(math.log(3))  # of three different tokens
-    assert found.described == {"entropy_nats": entropy, "energy_distance": 1.0}
+    evaluate(file, "--reference", reference, *words, "--max-tokens", 40)
+    (part,) = results(tmp_path).values()
+    scores = scores_by_name(part)
+    assert set(RANKING) < {*scores} and "256 samples and 256 references" in scores["mauve"]["cautions"][0]
+    settings = scores["mauve"]["settings"]
+    assert (settings["max_tokens"], settings["seeds"]) == (16, [25, 26, 27, 28, 29]), "at most the judge's context"
+    ranks = {row["score"]: row["ranks"] for row in tables(tmp_path)["Against the text"]}
+    assert ranks == {name: "yes" if name in RANKING else "no" for name in ranks}
 
 
 def point(model: str, passes: float, value: float, perplexity: float, chosen_by: float = 0) -> Point:
@@ -419,6 +317,21 @@ def test_naive_samplers_win_what_does_not_rank(tmp_path: Path, chain: Path) -> N
         evaluate("check-scores", "--data", write_samples(tmp_path / "r.jsonl", "a b"), "--out", tmp_path / "out")
 
 
+def test_tokens_per_pass_of_a_teacher_by_hand(tmp_path: Path) -> None:
+    """Each pass adds one. A distance that fewer than ten samples reached has no interval."""
+    lines = (([1, 0, 0], [2, 1, 0], 3), ([2, 0, 0], [2, 0, 0], 1))
+    records = [{"tokens": [1], "accepted": a, "reached": r, "verifier_nfe": n} for a, r, n in lines] * 5
+    one = read_samples(write_lines(tmp_path / "s.jsonl", *records))
+    (score,) = make_scorers([one])[0][1](one)
+    assert score.value == (5 * (1 + 3) + 5 * (2 + 1)) / (5 * 3 + 5 * 1) and one.nfe_mean == 20 / 10
+    near, far = score.details["conditional_acceptance_95"]
+    assert near[0] < 15 / 20 < near[1] and far is None
+    assert score.details["conditional_acceptance"] == [15 / 20, 0 / 5]
+    assert (score.details["teacher_passes"], score.details["accepted_tokens"]) == (20, 15)
+    plain = read_samples(write_lines(tmp_path / "plain.jsonl", {"tokens": [1]}))
+    assert len(make_scorers([one, plain])[0]) == 1, "entropy alone, where not all files have passes of a teacher"
+
+
 # Infilling: what counts as filled, against a judge's sums written out by hand.
 
 TRUTHS = [[2, 0, 1, 0, 1], [2, 1, 1, 1, 0]]
@@ -458,16 +371,12 @@ def test_the_filled_part_and_the_whole_row_by_hand(filled: Path, judge_folder: P
 
 
 def test_a_judge_of_other_tokens_counts_those_over_the_filled_characters() -> None:
-    class Letters:
-        """Position by position two letters, the first token silent."""
-
-        def decode(self, tokens: list[int]) -> str:
-            return "".join(f"{chr(97 + token)}{chr(97 + token)}" for token in tokens)
-
-    assert filled_spans(Letters(), [9, 0, 1, 2], [1, 3], "aabbcc") == [(0, 2), (4, 6)]
-    assert filled_spans(Letters(), [0, 1, 2], [1], "aabbcc") == [(2, 4)]
+    """Position by position two letters, the first token silent."""
+    letters = SimpleNamespace(decode=lambda tokens: "".join(2 * chr(97 + token) for token in tokens))
+    assert filled_spans(letters, [9, 0, 1, 2], [1, 3], "aabbcc") == [(0, 2), (4, 6)]
+    assert filled_spans(letters, [0, 1, 2], [1], "aabbcc") == [(2, 4)]
     with pytest.raises(GdistillError, match="does not give the samples' text"):
-        filled_spans(Letters(), [9, 0], [1], "other")
+        filled_spans(letters, [9, 0], [1], "other")
 
 
 def test_rows_are_masked_uniformly_and_read_back(tmp_path: Path, chain: Path) -> None:
@@ -505,12 +414,11 @@ def test_infilling_without_a_judge_is_scored_and_with_one_needs_the_tokenizer(
     # What stands between texts does not count; a sample with nothing else in its filled part is left out.
     ends = [{"index": 0, "tokens": [2, 0, 2], "text": "a <eos>"}, {"index": 1, "tokens": [2, 0, 1], "text": "a b"}]
     words = (filled / "ends", "--infill", write_lines(filled / "rows.jsonl", {"tokens": [2, 0, 1], "masked": [2]}))
-    for records in (ends, ends[:1]):
-        write_lines(filled / "ends/s.jsonl", *records)
-        if len(records) == 1:
-            with pytest.raises(GdistillError, match="no filled part has a token that counts"):
-                evaluate(*words, "--judge", judge_folder, "--tokenizer", judge_folder)
-            continue
-        evaluate(*words, "--judge", judge_folder, "--tokenizer", judge_folder)
-        (part,) = results(filled / "ends").values()
-        assert scores_by_name(part)["infill_perplexity"]["per_sample"]["indices"] == [1]
+    words = (*words, "--judge", judge_folder, "--tokenizer", judge_folder)
+    write_lines(filled / "ends/s.jsonl", *ends)
+    evaluate(*words)
+    (part,) = results(filled / "ends").values()
+    assert scores_by_name(part)["infill_perplexity"]["per_sample"]["indices"] == [1]
+    write_lines(filled / "ends/s.jsonl", ends[0])
+    with pytest.raises(GdistillError, match="no filled part has a token that counts"):
+        evaluate(*words)

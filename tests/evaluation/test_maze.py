@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import re
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,23 +12,19 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
 
 from benchmarks import maze_task
 from benchmarks.dense_noise import DenseNoise
 from evaluation import passes
 from evaluation.maze import Maze, maze_success, moves_of_words, teacher_decode
-from evaluation.score import wilson_interval
 from evaluation.text.reading import JudgeModel
 from shards.errors import GdistillError, UsageError
 from tests.commands import call
 from tests.evaluation.kit import Told
-from tests.trainer.sampling_cases import save
+from tests.trainer.sampling_cases import save, tiny_student
 from trainer.loading import generate, make_sampler
 from trainer.sampling.noise import sampling_noise
-from trainer.students.configuration import StudentSettings
 from trainer.students.folder import open_model
-from trainer.students.registry import AR, MDLM, Student
 
 WORDS = ("<bos>", "<eos>", "up", "down", "left", "right")
 ROUND, OTHER = ("up", "right", "right", "down"), ("up", "right", "down", "right")
@@ -40,11 +34,16 @@ TEACHER = {ROUND: 0.75, OTHER: 0.25}
 
 
 def test_moves_of_words() -> None:
-    assert moves_of_words(["<bos>", "up", "right", "<eos>", "<eos>"]) == ("up", "right")
-    assert moves_of_words(["up", "right"]) == ("up", "right")
-    assert moves_of_words(["<bos>", "<eos>"]) == ()
-    assert moves_of_words(["<bos>", "up", "<eos>", "right"]) is None
-    assert moves_of_words(["<bos>", "up", "<bos>", "<eos>"]) is None
+    for row, moves in (
+        ("<bos> up right <eos> <eos>", ("up", "right")),
+        ("up right", ("up", "right")),
+        ("<bos> <eos>", ()),
+        ("<bos> up <eos> right", None),
+        ("<bos> up <bos> <eos>", None),
+    ):
+        assert moves_of_words(row.split()) == moves, row
+    for tokens, verdict in (([0, 2, 5, 5, 3, 1], "reaches T"), ([0, 2, 1], "does not reach T")):
+        assert passes.read_moves(MAZE, WORDS, torch.tensor(tokens), []).verdict == verdict
 
 
 def test_a_maze_that_does_not_fit_itself_is_refused(tmp_path: Path) -> None:
@@ -90,61 +89,21 @@ def test_details_of_success_by_hand() -> None:
 # What the benchmark of the maze compares with: the optimum, and the teacher's own decode.
 
 
-def test_optimum_by_enumeration() -> None:
-    """Every way to divide four tokens over three steps, each row of the language by itself."""
-    language = np.array([[0, 1, 2, 0], [0, 2, 1, 1], [1, 1, 1, 0], [2, 1, 2, 2], [2, 0, 1, 2]])
-    weights, chances = np.array([0.1, 0.2, 0.3, 0.25, 0.15]), maze_task.step_probabilities(3)
-    expected = np.zeros(5)
-    for steps in map(np.array, itertools.product(range(3), repeat=4)):
-        for number, row in enumerate(language):
-            chance, fits = chances[steps].prod(), np.ones(5, dtype=bool)
-            for step in sorted(set(steps)):
-                shares, open_places = weights * fits / weights[fits].sum(), steps == step
-                agree = language == row
-                chance *= (shares @ agree)[open_places].prod()
-                fits &= agree[:, open_places].all(axis=1)
-            expected[number] += chance
-    total, each = maze_task.optimal_success(language, weights, 3)
-    assert each == pytest.approx(expected) and total == pytest.approx(expected.sum())
-    ids = {"<eos>": 1, "up": 2, "left": 4}
-    assert maze_task.rows_of_paths([("up", "left")], 4, ids).tolist() == [[2, 4, 1, 1]]
+def test_optimum_by_hand() -> None:
+    """Rows 00 and 11: one step guesses both tokens alone; of two steps half the draws are one step."""
+    twins, even = np.array([[0, 0], [1, 1]]), np.array([0.5, 0.5])
+    for num_steps, expected in ((1, 0.5), (2, 0.75)):
+        assert maze_task.optimal_success(twins, even, num_steps)[0] == pytest.approx(expected)
     factorised = np.array([[a, b] for a in range(2) for b in range(3)])
     assert maze_task.optimal_success(factorised, np.full(6, 1 / 6), 1)[0] == pytest.approx(1.0)
+    ids = {"<eos>": 1, "up": 2, "left": 4}
+    assert maze_task.rows_of_paths([("up", "left")], 4, ids).tolist() == [[2, 4, 1, 1]]
 
 
-def test_a_cell_pools_samples_not_runs() -> None:
-    """2 of 2 and 1 of 8 samples: 3 of 10, not the mean of 1.0 and 0.125."""
-    runs = ([ROUND, OTHER], [ROUND] + [None] * 7)
-    scores = [maze_success(TWO_WAYS, run, TEACHER, "teacher") for run in runs]
-    agreements = [
-        maze_task.teacher_agreement([[0, 1], [0, 1]], torch.tensor([[0, 1], [0, 2]])),
-        maze_task.teacher_agreement([[0, 2]] * 8, torch.tensor([[0, 2]] * 6 + [[0, 1]] * 2)),
-    ]
-    with pytest.raises(GdistillError, match="one teacher row per sample"):
-        maze_task.teacher_agreement([[0, 1]], torch.tensor([[0, 1], [0, 2]]))
-    cell = maze_task.pool(scores, agreements)
-    assert cell["success"] == pytest.approx(0.3) and cell["num_samples"] == 10
-    assert cell["interval_95"] == pytest.approx(wilson_interval(3, 10))
-    assert cell["success_by_run"] == [1.0, 0.125]
-    assert cell["num_distinct_paths"] == 1  # the least that any run shows
-    assert cell["num_paths_in_language"] == 2
-    assert cell["equal_to_teacher_decode"] == pytest.approx(0.7)
-    assert cell["equal_interval_95"] == pytest.approx(wilson_interval(7, 10))
-    first, second = 0.5 * (0.25 + 0.25), 0.5 * (abs(1 / 8 - 0.75) + 0.25 + 7 / 8)
-    assert cell["total_variation_to_teacher"] == pytest.approx((first + second) / 2)
-
-
-class Bigram:
+def bigram(*shares: list[float]) -> Any:
     """A teacher whose next token depends on the last one alone, by the row of a table."""
-
-    def __init__(self, *shares: list[float]) -> None:
-        self.logits = torch.tensor(shares).log()
-
-    def __call__(self, input_ids: Tensor, **_: Any) -> SimpleNamespace:
-        return SimpleNamespace(logits=self.logits[input_ids], past_key_values=None)
-
-
-THREE = Bigram([0.1, 0.6, 0.3], [0.5, 0.25, 0.25], [0.2, 0.2, 0.6])
+    logits = torch.tensor(shares).log()
+    return lambda input_ids, **_: SimpleNamespace(logits=logits[input_ids], past_key_values=None)
 
 
 def test_the_teacher_decodes_by_the_first_arrival() -> None:
@@ -153,46 +112,22 @@ def test_the_teacher_decodes_by_the_first_arrival() -> None:
     Row 0: from token 0, t / p = 1/.1, 1.5/.6, 1/.3 -> token 1; from 1: 3/.5, 1/.25, 2/.25 -> 1.
     Row 1: from token 1, t / p = 1/.5, 2/.25, 9/.25 -> token 0; from 0: 2/.1, 9/.6, 1/.3 -> 2.
     """
-    ones = [1.0, 1.0, 1.0]
+    three, ones = bigram([0.1, 0.6, 0.3], [0.5, 0.25, 0.25], [0.2, 0.2, 0.6]), [1.0, 1.0, 1.0]
     rows = [ones, [1.0, 1.5, 1.0], [3.0, 1.0, 2.0], ones, [1.0, 2.0, 9.0], [2.0, 9.0, 1.0]]
-    found = teacher_decode(THREE, torch.tensor([0, 1]), DenseNoise(torch.tensor(rows)), 3)
+    found = teacher_decode(three, torch.tensor([0, 1]), DenseNoise(torch.tensor(rows)), 3)
     assert found.tolist() == [[0, 1, 1], [1, 0, 2]]
     # A row's probability is the product behind its first token.
-    shares = maze_task.row_probabilities(THREE, torch.tensor([[0, 1, 0], [2, 2, 2]]))
+    shares = maze_task.row_probabilities(three, torch.tensor([[0, 1, 0], [2, 2, 2]]))
     assert shares == pytest.approx([0.6 * 0.5, 0.6 * 0.6])
-
-
-def test_rows_are_scored_against_the_teachers_decode_of_their_own_noise() -> None:
-    """The teacher's own rows agree with it; under another seed they are other rows."""
-    task = maze_task.MazeTask(TWO_WAYS, WORDS, 6, Bigram(*[[1.0] * 6] * 6), TEACHER, {})
-    rows = task.teacher_rows(5, 64)
-    assert rows.shape == (64, 6) and bool((rows[:, 0] == 0).all())
-    success, agreement = task.score(rows, 5)
-    reached = sum(TWO_WAYS.is_success(task.moves(row)) for row in rows.tolist())
-    assert success.details["num_success"] == reached
-    assert agreement.value == 1.0
-    assert task.score(rows, 6)[1].value < 0.5
-    assert task.moves([0, 2, len(WORDS), 1, 1, 1]) is None  # a mask is no move
 
 
 # The page of settling samples: what it tells is what the sampler did.
 
 
-def make_student(kind: type[Student] = MDLM, **changes: Any) -> Student:
-    """A small student with random weights, so that its rows differ."""
-    torch.manual_seed(0)
-    settings = StudentSettings(hidden_size=16, num_layers=1, num_heads=2, **changes)
-    config = kind.config_class.build(settings, vocab_size=8, row_length=6, bos_token_id=0)
-    student = kind(config).eval()
-    for parameter in student.parameters():
-        torch.nn.init.normal_(parameter, std=0.3)
-    return student
-
-
 @pytest.mark.parametrize("kind", ["none", "gumbel"])
 @pytest.mark.parametrize("sampler", ["ancestral", "confidence", "first_hitting"])
 def test_a_settled_row_is_the_sample_of_that_seed_and_index(kind: str, sampler: str) -> None:
-    student = make_student(conditioning=kind)
+    student = tiny_student("mdlm", kind)
     settings = {} if sampler == "first_hitting" else {"nfe": 3}
     rows = generate(student, num_samples=4, seed=7, sampler=sampler, **settings)
     for index, row in enumerate(rows):
@@ -205,44 +140,27 @@ def test_a_settled_row_is_the_sample_of_that_seed_and_index(kind: str, sampler: 
             assert sorted(made_in) == list(range(len(row)))
     assert not student.backbone.vocab_embed._forward_pre_hooks, "the student is left as it was"
     with pytest.raises(UsageError, match="whole rows"):
-        passes.settle(make_student(AR), make_sampler("sequential"), 0, 0)
+        passes.settle(tiny_student("ar", "none"), make_sampler("sequential"), 0, 0)
 
 
-def test_pieces_join_to_the_text_and_wait_for_whole_characters() -> None:
-    class Bytes:
-        def decode(self, tokens: list[int]) -> str:
-            return bytes(tokens).decode(errors="replace")
-
-    text = "aé</script>"
-    pieces = passes.read_text(Bytes(), torch.tensor(list(text.encode())), []).pieces
-    assert "".join(pieces) == text and len(pieces) == len(text.encode())
-    assert pieces[:3] == ("a", "", "é")
-
-
-def data_of(page: str) -> dict:
+def data_of(page: str) -> dict[str, Any]:
+    assert not re.search(r"(src|href)\s*=|url\(|https?://(?!www\.w3\.org/2000/svg)", page), "it loads nothing"
     (found,) = re.findall(r'<script type="application/json" id="data">(.*?)</script>', page)
     return json.loads(found)
 
 
-def test_the_page_holds_every_budget_and_noise_and_loads_nothing(tmp_path: Path) -> None:
-    student = make_student(conditioning="gumbel")
-    read = partial(passes.read_moves, MAZE, [*WORDS, *(f"w{n}" for n in range(8))])
-    samplers = {str(nfe): make_sampler("ancestral", nfe=nfe) for nfe in (1, 4)}
-    noisy = passes.column_of("noisy", student, samplers, 3, 5, read)
-    own = passes.Settled(("<bos>", *ROUND, "</script>"), (0, 1, 2, 3, 4, 5), "reaches T")
-    columns = [noisy, passes.Column("teacher", "teacher", {"own": [own] * 3})]
-    passes.write_page(tmp_path / "p.html", columns, title="<b>", about="x", maze=MAZE)
-    page = (tmp_path / "p.html").read_text()
-    assert not re.search(r"(src|href)\s*=|url\(|https?://(?!www\.w3\.org/2000/svg)", page)
-    data = data_of(page)
-    assert (data["title"], data["about"]) == ("<b>", "x") and data["budgets"] == [1, 4] and data["num_samples"] == 3
-    assert data["maze"] == {"rows": ["...", "S#T"], "start": [1, 0], "target": [1, 2]}
-    drawn, shown = data["columns"]
-    good = read(torch.tensor([0, 2, 5, 5, 3, 1]), [0, 1, 1, 1, 1, 1])
-    assert good.verdict == "reaches T" and read(torch.tensor([0, 2, 1]), [0, 1, 1]).verdict == "does not reach T"
-    assert drawn["role"] == "noise" and [len(rows) for rows in drawn["samples"].values()] == [3, 3]
-    assert max(drawn["samples"]["1"][0]["passes"]) == 1
-    assert shown["samples"]["own"][0]["pieces"][-1] == "</script>"
+def test_pieces_join_to_the_text_and_wait_for_whole_characters(tmp_path: Path) -> None:
+    """On the page too, whose script ends at no text."""
+
+    text = "aé</script>DATA"
+    letters = SimpleNamespace(decode=lambda tokens: bytes(tokens).decode(errors="replace"))
+    settled = passes.read_text(letters, torch.tensor(list(text.encode())), [])
+    assert "".join(settled.pieces) == text and len(settled.pieces) == len(text.encode())
+    assert settled.pieces[:3] == ("a", "", "é")
+    columns = [passes.Column("x", "noise", {"1": [settled]})]
+    data = data_of(passes.write_page(tmp_path / "p.html", columns, title="<b>", about="x").read_text())
+    assert (data["title"], data["about"], data["maze"]) == ("<b>", "x", None)
+    assert "".join(data["columns"][0]["samples"]["1"][0]["pieces"]) == text
 
 
 def test_the_command_makes_the_page_of_students_and_their_teacher(
@@ -256,6 +174,7 @@ def test_the_command_makes_the_page_of_students_and_their_teacher(
     assert call("gdistill-eval", *words, "--maze", tmp_path / "maze.json", "--nfe", "1,3") == 0
     data = data_of(page.read_text())
     assert data["budgets"] == [1, 3] and data["num_samples"] == 2
+    assert data["maze"] == {"rows": ["...", "S#T"], "start": [1, 0], "target": [1, 2]}
     assert [column["role"] for column in data["columns"]] == ["plain", "noise", "teacher"]
     assert max(data["columns"][1]["samples"]["3"][0]["passes"]) == 3
     model = open_model(tmp_path / "gumbel")

@@ -130,8 +130,8 @@ def test_numbers_and_settings_are_short_and_say_whose_they_are(tmp_path: Path) -
     def scored(name: str, value: float, digest: str) -> tuple[SampleSet, list[Score]]:
         samples = SampleSet(name, [[1, 2]], [None], [0], [None], [1], 0, {}, {}, Path(name), None, 0.25)
         settings = {"judge_sha256": digest, "share": 0.125}
-        against = Score("far", value, 1, None, {"reference": "r"}, {"floor": 0, "floor_interval_95": [0, 1]})
-        against.details.update(floor_samples=3, least_samples=4)  # type: ignore[attr-defined]
+        floor = {"floor": 0, "floor_interval_95": [0, 1], "floor_samples": 3, "least_samples": 4}
+        against = Score("far", value, 1, None, {"reference": "r"}, floor)
         return samples, [Score("x", value, 1, (-value, value), settings), against]
 
     write_scores(tmp_path, "", [scored("a", 12.34, "ab" * 32), scored("b", 12345.6, "cd" * 32)], None)
