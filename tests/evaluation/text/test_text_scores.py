@@ -293,8 +293,8 @@ def test_the_states_of_own_rows_are_held_against_those_of_other_rows(
     texts = [" ".join("ab"[token] for token in row) for row in rows]
     text = ReferenceText(rows.tolist(), "words", texts, None, Path("x"))
     ruler = Ruler(text, 128, Judging.of(judge, tmp_path, max_tokens=9))
-    all_states = text_features(judge, texts, 9, tmp_path)
     assert len(list(tmp_path.iterdir())) == 1, "what was read is kept"
+    all_states = text_features(judge, texts, 9, tmp_path)
     others = np.setdiff1d(np.arange(256), ruler.own)
     own, rest = (all_states.select(places) for places in (ruler.own, others))
     halves = np.array_split(own.means.astype(np.float64), 2)
@@ -320,7 +320,8 @@ def test_the_states_of_own_rows_are_held_against_those_of_other_rows(
     *_, mauve = ruler.scores(given)
     assert (mauve.name, mauve.value, mauve.num_samples) == ("9 tokens", 256, 150), "against all of the text"
     assert mauve.details["floor"] == 128, "the text's own rows against the others alone"
-    energy = ruler.scores(given)[0]
+    energy, words = ruler.scores(given)[0], distance.ngram_vectors([words_of(one) for one in texts[:150]])
+    assert energy.value == distance.energy_distance(words, ruler.vectors).value
     assert (energy.num_samples, energy.settings["n-grams of"], ruler.ranking) == (150, "words", "frechet_distance")
 
 
