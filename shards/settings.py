@@ -134,16 +134,9 @@ def from_mapping(config_class: type[Config], values: Mapping[str, Any], where: s
 
 def _convert(hint: Any, value: Any, where: str) -> Any:
     origin, arguments = get_origin(hint), get_args(hint)
-    if origin in (Union, types.UnionType):
-        if value is None or (value == "none" and type(None) in arguments):
-            return None
-        last = UsageError("wrong type in config", where=where, got=repr(value))
-        for option in (each for each in arguments if each is not type(None)):
-            try:
-                return _convert(option, value, where)
-            except UsageError as error:
-                last = error
-        raise last
+    if origin in (Union, types.UnionType):  # an optional value
+        present = next(each for each in arguments if each is not type(None))
+        return None if value is None or value == "none" else _convert(present, value, where)
     if dataclasses.is_dataclass(hint) and isinstance(value, Mapping):
         return from_mapping(hint, value, where)  # type: ignore[arg-type]
     if origin is tuple and isinstance(value, list | tuple):

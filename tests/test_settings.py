@@ -48,7 +48,7 @@ class Outer:
             over two lines.
     """
 
-    name: Literal["a", "b"]
+    name: Literal["a", "b", 2]
     other: str = "x"
     place: str | None = None
     sizes: tuple[int, ...] = (1, 2)
@@ -58,7 +58,7 @@ class Outer:
 
 def test_one_declaration_is_the_table() -> None:
     assert dict(setting_lines(Outer, "top")) == {
-        "top.name": ["top.name    (a | b, required)", "    Both words."],
+        "top.name": ["top.name    (a | b | 2, required)", "    Both words."],
         "top.other": ['top.other = "x"    (str)', "    Both words."],
         "top.place": ["top.place = none    (str | none)", "    Where, over two lines."],
         "top.sizes": ["top.sizes = [1, 2]    (list of int)"],
@@ -72,9 +72,10 @@ def test_one_declaration_is_the_table() -> None:
     ("override", "message"),
     [
         ("inner.share=0", r"out of range \[inner.share\].*0.0.*in \(0, 1\]"),
-        ("inner.shore=1", "did you mean 'share'"),
+        ("inner.shore=1", r"\[inner.shore\].*did you mean 'share'"),
         ("name=c", r"unknown value \[name\].*one of"),
         *((f"inner.{o}", "out of range") for o in ("share=1.5", "share=nan", "rows=0", "rows=9")),
+        ("name=2.0", "unknown value"),
         ("zzzz=1", "known keys: .*'sizes'"),
         *((o, "wrong type") for o in ("inner.rows=2.5", "inner.rows=true", "inner.share=true")),
         *((o, "wrong type") for o in ("sizes=3", "inner=3")),

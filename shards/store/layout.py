@@ -36,7 +36,11 @@ from shards.errors import GdistillError, UsageError
 from shards.store.manifest import MANIFEST_FILE, Manifest, ShardRange
 
 RESOURCES = "resources"
-ZSTD_LEVEL = 1
+WRITTEN_AS: dict[str, Any] = {
+    "compressors": [ZstdCodec(level=1), Crc32cCodec()],
+    "fill_value": 0,
+    "config": {"write_empty_chunks": True},
+}
 
 
 def native_array(manifest: Manifest, array: str) -> NativeArray:
@@ -61,10 +65,9 @@ def static_files(manifest: Manifest, resources: Mapping[str, np.ndarray]) -> dic
             _create_sharded(group, manifest, split, name, spec)
     group = root.create_group(RESOURCES)
     for name, value in resources.items():
-        row_bytes = max(1, value.nbytes // max(1, len(value)))
-        rows = max(1, min(len(value), MAX_RESOURCE_CHUNK_BYTES // row_bytes))
+        rows = max(1, min(len(value), MAX_RESOURCE_CHUNK_BYTES // value[0].nbytes))
         chunks, data = (rows, *value.shape[1:]), np.ascontiguousarray(value)
-        group.create_array(name, data=data, chunks=chunks, **_written_as())
+        group.create_array(name, data=data, chunks=chunks, **WRITTEN_AS)
     return _contents(store)
 
 
@@ -91,13 +94,8 @@ def _create_sharded(group: zarr.Group, manifest: Manifest, split: str, name: str
         shards=(manifest.rows_per_shard, *inner),
         dtype=spec.dtype,
         dimension_names=("row", "position", *[None] * len(spec.trailing_shape)),
-        **_written_as(),
+        **WRITTEN_AS,
     )
-
-
-def _written_as() -> dict[str, Any]:
-    codecs, config = [ZstdCodec(level=ZSTD_LEVEL), Crc32cCodec()], {"write_empty_chunks": True}
-    return {"compressors": codecs, "fill_value": 0, "config": config}
 
 
 def _contents(store: MemoryStore) -> dict[str, bytes]:
@@ -309,8 +307,6 @@ class NativeShards:
         if offset + length > self._num_bytes(shard) - self.array.index_bytes:
             raise DamagedShard(f"inner chunk {chunk} lies outside the file")
         data = self._read_range(shard, offset, length)
-        if len(data) != length:
-            raise DamagedShard(f"{len(data)} bytes of an inner chunk, expected {length}")
         own = slice(CRC_BYTES * chunk, CRC_BYTES * (chunk + 1))
         if checksums is not None and data[-CRC_BYTES:] != checksums[own]:
             raise DamagedShard(f"inner chunk {chunk} is another one than the tail names")
@@ -335,7 +331,7 @@ class NativeShards:
 
 def _checked(data: bytes, expected: int, what: str) -> bytes:
     """``data`` without its crc32c, which has been checked."""
-    if len(data) != expected or len(data) < CRC_BYTES:
+    if len(data) != expected:
         raise DamagedShard(f"{len(data)} bytes of {what}, expected {expected}")
     body = data[:-CRC_BYTES]
     if google_crc32c.value(body) != int.from_bytes(data[-CRC_BYTES:], "little"):

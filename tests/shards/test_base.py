@@ -30,8 +30,8 @@ def num_open() -> int:
     return len(os.listdir("/proc/self/fd"))
 
 
-def test_writers_of_one_process_id_do_not_meet(tmp_path: Path) -> None:
-    """Two containers that share a folder may have the same process id."""
+def test_a_json_file_is_whole_sorted_and_holds_no_nan(tmp_path: Path) -> None:
+    """Also of writers with one process id, as two containers that share a folder may be."""
     with ThreadPoolExecutor(2) as pool:
         list(pool.map(lambda _: atomic.write_json_atomic(tmp_path / "config.json", {"x": 1, "a": 2}), range(200)))
     for write in (atomic.canonical_json, lambda value: atomic.write_json_atomic(tmp_path / "none.json", value)):
@@ -291,31 +291,25 @@ def place(tmp_path: Path) -> LocalLocation:
     return place
 
 
-def test_a_listing_beside_a_writer_misses_what_is_gone_and_nothing_else(
-    place: LocalLocation, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    stat = Path.stat
+def test_a_listing_misses_what_is_gone_and_nothing_else(place: LocalLocation, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What cannot be listed does not look empty."""
+    stat, scandir = Path.stat, os.scandir
 
     def renamed_meanwhile(path: Path, **options: bool) -> os.stat_result:
         if path.name == "b":
             raise FileNotFoundError(path)
         return stat(path, **options)
 
-    monkeypatch.setattr(Path, "stat", renamed_meanwhile)
-    (place.root / "train/e").symlink_to("nowhere")
-    place.write("train/.claims/f", b"x")
-    assert place.sizes() == {"train/a": 3, "train/c/d": 3, "train/e": 7, "train/.claims/f": 1}
-    assert place.sizes("nowhere") == {} == place.sizes("train/a")
-
-
-def test_what_cannot_be_listed_does_not_look_empty(place: LocalLocation, monkeypatch: pytest.MonkeyPatch) -> None:
-    scandir = os.scandir
-
     def refuses(path: str):
         if str(path).endswith("/c"):
             raise PermissionError(13, "Permission denied", path)
         return scandir(path)
 
+    monkeypatch.setattr(Path, "stat", renamed_meanwhile)
+    (place.root / "train/e").symlink_to("nowhere")
+    place.write("train/.claims/f", b"x")
+    assert place.sizes() == {"train/a": 3, "train/c/d": 3, "train/e": 7, "train/.claims/f": 1}
+    assert place.sizes("nowhere") == {} == place.sizes("train/a")
     monkeypatch.setattr(os, "scandir", refuses)
     with pytest.raises(GdistillError, match="cannot list"):
         place.sizes()

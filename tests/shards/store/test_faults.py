@@ -315,18 +315,6 @@ def test_no_file_may_be_missing_of_another_length_or_altered_in_a_bit(
         assert not wrong, f"{name}: {wrong} are read wrongly"
 
 
-@pytest.mark.parametrize(
-    ("data", "what", "got"),
-    [(None, "missing", "no file"), (b"", "truncated", "0 bytes; exp"), (b"short", "truncated", "5 bytes; expected")],
-)
-def test_the_error_names_the_shard_even_after_a_read(root: Path, data: bytes | None, what: str, got: str) -> None:
-    reader = ShardStore.open(root).split("train")
-    reader.read_chunk(2)
-    told = rf"is {what} .*train/entry_gumbels/c/1/0/0: train shard 1 \(rows 8 to 11\)\]; got {got}"
-    with damaged(root / "train/entry_gumbels/c/1/0/0", data), pytest.raises(IntegrityError, match=told):
-        reader.read_chunk(2)
-
-
 def test_every_field_of_the_manifest_is_sealed(root: Path) -> None:
     whole = json.loads((root / "manifest.json").read_bytes())
     for field, value in whole.items():

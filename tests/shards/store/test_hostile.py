@@ -333,19 +333,14 @@ def test_a_record_of_computing_is_no_trap(store: Path, tmp_path: Path, data: byt
         read_ways(open_location(store))
 
 
-@pytest.mark.parametrize("name", OUTSIDE, ids=repr)
-def test_names_that_leave_the_store(tmp_path: Path, name: str) -> None:
-    with pytest.raises(UsageError, match="leaves the store"):
-        safe_name(name)
-    for place in (open_location(tmp_path), open_location("memory://hostile")):
-        for act in (place.read, place.size, place.delete, lambda n, p=place: p.write(n, b"")):
-            with pytest.raises(UsageError, match="leaves the store"):
-                act(name)
-
-
-@pytest.mark.parametrize("name", ["a", "tokenizer/a.json", "a/b/c", "..a/b..", "ü.json", "a b", "é" * 127 + "a"])
-def test_plain_names_pass(name: str, tmp_path: Path) -> None:
-    assert safe_name(name) == name and path_inside(tmp_path, name) == tmp_path / name
+def test_names_that_leave_the_store_are_refused_and_plain_ones_pass(tmp_path: Path) -> None:
+    for name in OUTSIDE:
+        for place in (open_location(tmp_path), open_location("memory://hostile")):
+            for act in (safe_name, place.read, place.size, place.delete, lambda n, p=place: p.write(n, b"")):
+                with pytest.raises(UsageError, match="leaves the store"):
+                    act(name)
+    for name in ("a", "tokenizer/a.json", "a/b/c", "..a/b..", "ü.json", "a b", "é" * 127 + "a"):
+        assert safe_name(name) == name and path_inside(tmp_path, name) == tmp_path / name
 
 
 def test_links_lead_nowhere(store: Path, tmp_path: Path) -> None:
