@@ -195,6 +195,7 @@ def test_info_says_what_is_there(run: Run, sound: Path, tmp_path: Path) -> None:
     part = json.loads(run("info", tmp_path / "part", "--json")[1])
     assert part["num_tokens"] == value["num_tokens"] - 8 * 6
     assert (part["num_shards"], part["num_finished_shards"]) == (5, 4)
+    assert run("verify", tmp_path / "part")[1].count("is not finished") == 1
     for words in (("push", tmp_path / "part", "hf://datasets/a/b"), ("convert", tmp_path / "part", "--codec", "full")):
         code, text = run(*words, *(("--out", tmp_path / "out") if words[0] == "convert" else ()))
         assert code == 1 and "not complete" in text
@@ -278,6 +279,7 @@ def test_what_cannot_be_made_or_shown_is_one_line_and_nothing_is_written(
         (("show", url, "--row", -1), "no such row"),
         (("show", url, "--split", "validation", "--row", 5), "[split validation]"),
         (("info", tmp_path / "nothing"), "no store there"),
+        (("push", url, "hf://datasets/a/b/c"), "not a data set"),
         (("push", write_store("memory://pushed").location.url, "hf://datasets/a/b"), "not in a folder"),
     ):
         placed = () if arguments[0] in ("info", "push") else ("--out", out)
@@ -331,9 +333,9 @@ def test_show_of_any_text_in_any_codec_is_a_page_and_a_picture(
 ) -> None:
     """A token's own xi is shown also where the student is not shown it; names are text on the page, and no markup."""
     out = tmp_path / "new" / "o$u$t"
-    store = write_encoded(tmp_path / "<script>alert(1)<", make_codec("topk", num_entries=4))
+    store = write_encoded(tmp_path / "<script>$\\frac{$<", make_codec("topk", num_entries=4))
     monkeypatch.setattr("shards.tools.row_view.words_of", lambda _: lambda _: text)
-    (tmp_path / "<script>alert(1)</ledger/train/000000.json").unlink()
+    Path(store.location.url, "ledger/train/000000.json").unlink()
     for row, expected in ((8, 0), (7, 1)):  # of a store that is not finished what is there is shown
         assert run("show", store.location.url, "--row", row, "--out", out / name)[0] == expected
     assert sorted(path.name for path in out.iterdir()) == ["row.html", "row.png"]

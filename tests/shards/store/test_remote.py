@@ -77,8 +77,8 @@ def assert_rows(location: str | Location, expected: Rows) -> None:
 
 
 def test_it_is_a_location(url: str) -> None:
-    place = open_location(url)
-    assert isinstance(place, RemoteLocation)
+    place = open_location(f"{url}/")
+    assert isinstance(place, RemoteLocation) and place.url == url
     assert place.sizes() == {} and place.size("a/b") is None and place.claims() == []
     place.write("a/b", b"one")
     place.write("a/b", b"other")
@@ -224,6 +224,7 @@ class LookThenWrite(MemoryFileSystem):
 
     def pipe_file(self, path, value, mode="overwrite", **kwargs) -> None:
         if mode == "create":
+            assert self.isdir(self._parent(path)), "a folder is made first"
             there = self.exists(path)
             self.looked.wait()
             if there:
@@ -352,7 +353,7 @@ def test_a_disk_nearly_full_is_kept_free_of_what_was_unused_for_longest(
     monkeypatch.setattr(Path, "unlink", protected)
     free(55)
     assert put(cache, b"four."), "there is room"
-    free(52)  # five more would leave 47
+    free(50)  # five more would leave 45
     os.utime(hers, (0, 0))
     assert put(cache, b"five.") and not copy_of(cache, b"two..").exists(), "in the place of two"
     assert content(opened) == b"two.."
