@@ -205,13 +205,14 @@ def _sampled_sizes(span: Span, config: CorpusConfig, tokenizer: PreTrainedTokeni
     for start in starts:
         stop = start + length
         block = span if stop == span.stop else replace(span, stop=stop, end=1.0)
-        found = dict(read_span(block, config, Tally(), start))
-        texts = [found.get(number, "") for number in range(start, stop)]  # empty where one is left out
+        texts = [text for _, text in read_span(block, config, Tally(), start)]
         ids = encode(tokenizer, [text[:DOCUMENT_CHARACTERS] for text in texts], config.special_tokens)
         num_ids += sum(map(len, ids))
         cut = [max(1.0, len(text) / DOCUMENT_CHARACTERS) for text in texts]
         sizes = [frame * (separate + len(i) * c) for i, c in zip(ids, cut, strict=True)]
-        blocks.append([float(row_length)] * length if config.packing in ("pad", *MARKED) else sizes)
+        if config.packing in ("pad", *MARKED):
+            sizes = [float(row_length)] * len(texts)
+        blocks.append(sizes + [0.0] * (length - len(texts)))  # nothing of those left out
     return blocks, num_ids
 
 

@@ -332,7 +332,7 @@ class ScoreFiles:
             files = tuple(kinds[path.suffix](path) for path in sorted(paths))
         except OSError as error:
             raise UsageError("cannot read scored rows", where=error.filename, got=error) from error
-        return cls(tuple(file for file in files if file.num_rows), vocab_size, num_top)
+        return cls(files, vocab_size, num_top)
 
     @property
     def num_rows(self) -> int:

@@ -21,6 +21,7 @@ from tests.pipeline.extract_cases import contents, options, run, save_teacher, w
 WORDS = ["the", "a", "cat", "dog", "sat", "ran", "on", "mat,", "and", "then;", "Quick!", "old's"]
 Prepare = Callable[..., TokenDataset]
 Asked = Callable[..., dict[str, Any]]
+Patch = pytest.MonkeyPatch
 
 
 @pytest.fixture(scope="session")
@@ -64,7 +65,7 @@ def prepare(sentence_corpus: CorpusConfig, bpe: PreTrainedTokenizerFast) -> Prep
 
 
 @pytest.fixture
-def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+def small_parts(monkeypatch: Patch) -> None:
     """Parts, row groups and batches small enough for a small corpus to have many."""
     monkeypatch.setattr(dataset, "PART_TOKENS", 800)
     monkeypatch.setattr(dataset, "ROW_GROUP_TOKENS", 160)

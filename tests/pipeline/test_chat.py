@@ -16,6 +16,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from evaluation.likelihood.validation import validation_perplexity
 from evaluation.samples import read_data_rows
 from pipeline.cli import run as run_request
+from pipeline.generate import marked_answers
 from pipeline.run import corpus_unigram
 from pipeline.settings import Worker, resolve_request
 from pipeline.tokens.chat import encode_chats
@@ -248,14 +249,11 @@ def test_a_mistake_is_named_with_its_line(
 
 
 def test_conversations_are_packed_and_scored_in_one_way(teacher: Path, tmp_path: Path) -> None:
-    corpus = write_lines(tmp_path / "chat.jsonl", *CONVERSATIONS)
-    concat = {"spec": "chat:x.jsonl", "packing": "concat"}
-    changes: list[dict[str, Any]] = [{"mode": "sequential"}, {"corpus": concat}]
-    for change in changes:
+    whole, concat = given(teacher, tmp_path / "x.jsonl"), {"spec": "chat:x.jsonl", "packing": "concat"}
+    scored = {"corpus": whole["corpus"], "engine": {"url": "http://x"}}
+    for asked in ({**whole, "mode": "sequential"}, {**whole, "corpus": concat}, scored):
         with pytest.raises(UsageError, match="conversations"):
-            run(tmp_path / "run", {**given(teacher, corpus), **change})
-    with pytest.raises(UsageError, match=r"conversations.*--engine.*--teacher"):
-        resolve_request(tmp_path, {"corpus": given(teacher, corpus)["corpus"], "engine": {"url": "http://x"}})
+            resolve_request(tmp_path, asked)
 
 
 PROMPTS = [*({"messages": turns(f"w{i} w{i + 1}")} for i in range(2, 12)), *({"prompt": f"w{i}"} for i in range(2, 8))]
@@ -285,3 +283,5 @@ def test_answers_end_with_an_end_or_the_row(teacher: Path, tmp_path: Path) -> No
         ended += int(answer[-1]) == EOS
         assert int(answer[-1]) == EOS or first + len(answer) == ROW_LENGTH
     assert ended > 0, "some answers end before the row does"
+    tokens, prompt = torch.tensor([[5, 7, 0, 0]]), torch.tensor([[~5, 0, 0, 0]])
+    assert marked_answers(tokens, prompt, {0}).tolist() == [[~5, 7, 0, ~0]], "the end may be token 0"

@@ -281,13 +281,8 @@ def test_text_that_is_not_utf8(tmp_path: Path) -> None:
         assert everything(f"jsonl:{lines}", on_bad_utf8=policy, **ALL) == expected
     column = pa.array([b"ok"] * 300 + [b"\xff"]).view(pa.string())
     pq.write_table(pa.table({"text": column}), tmp_path / "a.parquet")
-    for name, message in (
-        ("a.txt", rf"{path}: document at byte {5 + 14}, byte 4\]; got byte 0xff"),
-        ("a.jsonl", "lone surrogate"),
-        ("a.parquet", "row 300, byte 0"),
-    ):
-        with pytest.raises(GdistillError, match=message):
-            everything(f"{tmp_path}/{name}")
+    with pytest.raises(GdistillError, match="row 300, byte 0"):
+        everything(f"{tmp_path}/a.parquet")
 
 
 IDLE = {"field": "story", "split": "test", "seed": 3, "revision": "main", "validation_split": "test"}
@@ -344,6 +339,8 @@ def test_requests_that_make_no_sense(tmp_path: Path, spec: str, settings: dict[s
         ("b.txt.zst", zstandard.compress(b"a" * 10_000)[:-2], "file is damaged.*Truncated"),
         ("a.parquet", b"not parquet", "not a Parquet file"),
         ("a.txt", b"\n \n<|endoftext|>\n", "no documents"),
+        ("b.txt", b"good\n<|endoftext|>\nbad \xff text\n", r"b\.txt: document at byte 19, byte 4\]; got byte 0xff"),
+        ("b.jsonl", b'{"text": "ok"}\n{"text": "\\ud800 lone"}\n', r"b\.jsonl: line 2, byte 0\]; got a lone surrogate"),
         ("empty.jsonl", b"", "no documents"),
         ("a.csv", b'text\nfine\n"cut in the mid', r"cannot read the CSV file.*a\.csv: line 3"),
         ("b.csv", b'text\n"bad \xff byte"\n', r"not UTF-8.*row 0, byte 4"),

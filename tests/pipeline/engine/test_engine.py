@@ -5,8 +5,6 @@ from __future__ import annotations
 import copy
 import math
 import shlex
-import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +19,13 @@ from pipeline.engine import Engine, StatesTeacher, run_scored, without_layers
 from pipeline.scored import ScoreFiles, same_length, scored_row
 from pipeline.settings import EngineSettings, Worker, resolve_request
 from pipeline.tokens.dataset import PartWriter
+from shards.atomic import file_claim
 from shards.errors import GdistillError, UsageError
 from shards.language_model.loading import find_pretrained, load_causal_model
 from shards.store.store import ShardStore
 from tests.commands import call
 from tests.pipeline import extract_cases
-from tests.pipeline.conftest import Asked
+from tests.pipeline.conftest import Asked, Patch
 from tests.pipeline.engine.engine_server import EngineServer, last_norm
 from tests.pipeline.extract_cases import ROW_LENGTH, VOCAB_SIZE, contents, run, write_lines
 
@@ -49,16 +48,16 @@ def read_one(path: Path) -> Any:
 
 
 def test_a_row_is_laid_out_likeliest_first() -> None:
-    tops = [None, {1: QUARTER, 3: HALF, 2: math.log(0.1)}, {1: HALF}]
+    tops = [None, {1: QUARTER, 3: HALF, 2: math.log(0.1)}, {4: QUARTER, 1: QUARTER}]
     row = scored_row([0, 3, 5], [None, HALF, QUARTER], tops, vocab_size=8, num_top=2, where="here")
-    assert row.top_ids.tolist() == [[-1, -1], [3, 1], [1, -1]]
+    assert row.top_ids.tolist() == [[-1, -1], [3, 1], [1, 4]]
     np.testing.assert_allclose(row.top_log_probs[1], [HALF, QUARTER], rtol=1e-6)
-    assert row.top_log_probs[2, 1] == -np.inf
     np.testing.assert_allclose(row.token_log_probs, [0, HALF, QUARTER], rtol=1e-6)
     rounded = scored_row([0, 3], [None, 5e-4], [None, {3: 5e-4}], vocab_size=8, num_top=2, where="here")
     assert not rounded.token_log_probs.any(), "a little above 0 is 0"
     near: dict[int, Any] = {3: HALF + 0.005, 134: math.log(0.498)}  # in sum 1.0005; 134 is padding
-    assert scored_row([0, 3], [None, HALF], [None, near], vocab_size=8, num_top=2, where="here").top_ids[1, 1] == -1
+    row = scored_row([0, 3], [None, HALF], [None, near], vocab_size=8, num_top=2, where="here")
+    assert (row.top_ids[1, 1], row.top_log_probs[1, 1]) == (-1, -np.inf)
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "parquet"])
@@ -266,7 +265,7 @@ def test_a_model_of_another_name_is_refused_half_way(server: EngineServer) -> No
             list(scores)
 
 
-def test_who_is_asked(server: EngineServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_is_asked(server: EngineServer, monkeypatch: Patch) -> None:
     monkeypatch.setenv("KEY_OF_THIS_SERVER", "secret")
     known = {"id": "tiny", "engine_version": "0.0.test", "num_top": 5, "temperature": 1.0}
     with server.running() as url:
@@ -340,7 +339,7 @@ def require_same(own: ShardStore, found: ShardStore, log_error: float, error: fl
 
 
 def test_scores_give_the_store_that_the_model_itself_gives(
-    asked: Asked, tmp_path: Path, server: EngineServer, monkeypatch: pytest.MonkeyPatch
+    asked: Asked, tmp_path: Path, server: EngineServer, monkeypatch: Patch
 ) -> None:
     monkeypatch.setattr("pipeline.engine.ROWS_AT_ONCE", 5)
     own = run(tmp_path / "own", asked(codec={"num_entries": NUM_TOP}))
@@ -460,10 +459,6 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
-def has_layers(network: torch.nn.Module) -> bool:
-    return any("layers." in name or ".h." in name for name, _ in network.named_parameters())
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_stands_behind_the_layers_is_read_without_them(kind: str, tmp_path: Path) -> None:
     torch.manual_seed(0)
@@ -476,7 +471,10 @@ def test_what_stands_behind_the_layers_is_read_without_them(kind: str, tmp_path:
     before = copy.deepcopy(files.config.to_dict())
     loaded = load_causal_model(without_layers(files), float32_logits=True)
     assert files.config.to_dict() == before
-    assert has_layers(model) and not has_layers(loaded.network)
+    whole, rest = (
+        [n for n, _ in m.named_parameters() if "layers." in n or ".h." in n] for m in (model, loaded.network)
+    )
+    assert whole and not rest
     ids = torch.randint(0, 64, (2, 9))
     teacher = StatesTeacher(loaded, 64)
     teacher.engine = given = Given(model, ids)  # type: ignore[assignment]
@@ -516,9 +514,7 @@ def in_files(server: EngineServer, teacher: Path, tmp_path: Path) -> dict[str, A
     }
 
 
-def test_files_of_scores_become_a_store(
-    tmp_path: Path, in_files: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_files_of_scores_become_a_store(tmp_path: Path, in_files: dict[str, Any], monkeypatch: Patch) -> None:
     monkeypatch.setattr("pipeline.engine.ROWS_AT_ONCE", 5)
     store = run(tmp_path / "out", in_files)
     assert store.manifest.splits == {"train": 27, "validation": 3}
@@ -540,22 +536,23 @@ def test_files_of_scores_become_a_store(
         run(tmp_path / "out", in_files)
 
 
-def test_two_workers_may_read_scores_at_once(
-    tmp_path: Path, in_files: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+def test_one_process_at_a_time_writes_the_rows_of_scores(
+    tmp_path: Path, in_files: dict[str, Any], monkeypatch: Patch
 ) -> None:
-    """The second one waits for the first one's token rows, and takes them."""
-    second, write = [], PartWriter.write
-    with ThreadPoolExecutor(1) as pool:
+    """Others wait for it, and take its rows."""
+    claims, free, write = list[tuple[str, bool]](), list[bool](), PartWriter.write
 
-        def interrupted(self: PartWriter, block: np.ndarray) -> None:
-            if not second:
-                second.append(pool.submit(run, tmp_path / "out", in_files, Worker(1, 2)))
-                time.sleep(0.5)  # the other one is there, and finds a folder half-written
-            write(self, block)
+    def noted(self: PartWriter, block: np.ndarray) -> None:
+        with file_claim(tmp_path / "out/.tokens.lock", wait=False) as mine:
+            free.append(mine)
+        write(self, block)
 
-        monkeypatch.setattr(PartWriter, "write", interrupted)
-        run(tmp_path / "out", in_files, Worker(0, 2))
-        assert second[0].result().unfinished() == []
+    monkeypatch.setattr(
+        "pipeline.engine.file_claim", lambda at, wait: claims.append((at.name, wait)) or file_claim(at, wait)
+    )
+    monkeypatch.setattr(PartWriter, "write", noted)
+    run(tmp_path / "out", in_files)
+    assert claims == [(".tokens.lock", True)] and free and not any(free)
 
 
 # The command, and what it refuses.

@@ -32,7 +32,7 @@ from shards.store.store import ShardStore, ShardWriter
 from shards.store.verification import verify
 from tests.changed_settings import changed
 from tests.pipeline import extract_cases
-from tests.pipeline.conftest import Asked
+from tests.pipeline.conftest import Asked, Patch
 from tests.pipeline.extract_cases import CONTEXT_LENGTH, ROW_LENGTH, VOCAB_SIZE, contents, options, run, times
 
 
@@ -90,9 +90,7 @@ def test_frozen_noise_reproduces_every_token_and_differs_between_splits(
     assert (train[name][:, 1:] != held_out[name][:, 1:]).mean() > 0.9
 
 
-def test_a_rerun_loads_no_weights_and_repairs_a_damaged_head(
-    tmp_path: Path, asked: Asked, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_rerun_loads_no_weights_and_repairs_a_damaged_head(tmp_path: Path, asked: Asked, monkeypatch: Patch) -> None:
     given = asked(codec={"name": "hidden"})
     monkeypatch.setattr("pipeline.teacher.TRIED_TOKENS", CONTEXT_LENGTH + 1)  # more than this teacher reads
     run(tmp_path, given)
@@ -109,7 +107,7 @@ def test_a_rerun_loads_no_weights_and_repairs_a_damaged_head(
 
 @pytest.mark.parametrize("num_shards", [0, 1, 4])
 def test_an_interrupted_run_resumes_to_the_same_bytes(
-    tmp_path: Path, asked: Asked, reference: dict[str, bytes], monkeypatch: pytest.MonkeyPatch, num_shards: int
+    tmp_path: Path, asked: Asked, reference: dict[str, bytes], monkeypatch: Patch, num_shards: int
 ) -> None:
     """And a finished shard is not computed again."""
     forward, calls, most_calls = Teacher.forward, [], 4 * num_shards + 2
@@ -136,7 +134,7 @@ def test_an_interrupted_run_resumes_to_the_same_bytes(
 
 
 def test_out_of_memory_halves_the_batch_and_loses_nothing(
-    tmp_path: Path, finished: Path, asked: Asked, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, finished: Path, asked: Asked, monkeypatch: Patch
 ) -> None:
     forward, sizes = Teacher.forward, []
 
@@ -157,7 +155,7 @@ def test_out_of_memory_halves_the_batch_and_loses_nothing(
 
 
 def test_encoding_that_runs_out_of_memory_goes_on_in_halves(
-    tmp_path: Path, asked: Asked, reference: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, asked: Asked, reference: dict[str, bytes], monkeypatch: Patch
 ) -> None:
     normalise = RawLogits.normalise
 
@@ -174,7 +172,7 @@ def disk_full(*_: Any) -> None:
 
 
 def test_errors_of_every_thread_end_the_run_in_one_line_and_leave_nothing_half_done(
-    tmp_path: Path, asked: Asked, reference: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, asked: Asked, reference: dict[str, bytes], monkeypatch: Patch
 ) -> None:
     encode, calls = Extractor._encode, []
 
@@ -296,7 +294,7 @@ def threads_of_others() -> Iterator[None]:
 
 
 @pytest.fixture
-def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def said(monkeypatch: Patch) -> list[str]:
     """What extraction says."""
     lines: list[str] = []
     monkeypatch.setattr(extract.stderr, "print", lambda line, **_: lines.append(line))
@@ -309,9 +307,7 @@ def half_done(out: Path) -> None:
         record.unlink()
 
 
-def test_later_workers_compute_as_the_first(
-    tmp_path: Path, asked: Asked, said: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_later_workers_compute_as_the_first(tmp_path: Path, asked: Asked, said: list[str], monkeypatch: Patch) -> None:
     run(tmp_path, asked(threads=2, batch_size=3))
     whole = contents(tmp_path / "store")
     (way,) = json.loads(whole[COMPUTED_FILE])["ways"]
@@ -347,7 +343,7 @@ def test_later_workers_compute_as_the_first(
 
 @pytest.mark.parametrize("obstacle", ["", "no Triton here"])
 def test_extraction_asks_for_the_compiled_noise_kernel_and_says_why_it_has_none(
-    tmp_path: Path, asked: Asked, monkeypatch: pytest.MonkeyPatch, said: list[str], obstacle: str
+    tmp_path: Path, asked: Asked, monkeypatch: Patch, said: list[str], obstacle: str
 ) -> None:
     """Before the environment is settled, which records it; on the device that the teacher is on."""
     calls: list[object] = []
@@ -365,7 +361,7 @@ def test_extraction_asks_for_the_compiled_noise_kernel_and_says_why_it_has_none(
 
 
 @pytest.mark.parametrize("kernel", ["compiled", "eager"])
-def test_a_gpu_says_where_its_noise_is_eager(monkeypatch: pytest.MonkeyPatch, kernel: str) -> None:
+def test_a_gpu_says_where_its_noise_is_eager(monkeypatch: Patch, kernel: str) -> None:
     monkeypatch.setattr(extract, "noise_kernel", lambda device: kernel)
     assert extract._kernels(True) == "float32" + ", eager noise" * (kernel == "eager")
     monkeypatch.setenv("MKL_CBWR", "COMPATIBLE")
@@ -373,7 +369,7 @@ def test_a_gpu_says_where_its_noise_is_eager(monkeypatch: pytest.MonkeyPatch, ke
 
 
 def test_who_computes_differently_is_told_and_with_strict_refused(
-    tmp_path: Path, asked: Asked, monkeypatch: pytest.MonkeyPatch, said: list[str]
+    tmp_path: Path, asked: Asked, monkeypatch: Patch, said: list[str]
 ) -> None:
     given = asked(threads=1)
     run(tmp_path, given)

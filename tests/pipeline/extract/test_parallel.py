@@ -25,7 +25,7 @@ from shards.errors import GdistillError, StopRequest, UsageError
 from shards.store.location import LocalLocation
 from shards.store.store import ShardStore, ShardWriter
 from shards.store.verification import verify
-from tests.pipeline.conftest import Asked
+from tests.pipeline.conftest import Asked, Patch
 from tests.pipeline.extract_cases import ROW_LENGTH, contents, run, times
 
 PAUSE_SECONDS = 0.15
@@ -158,7 +158,7 @@ Pauses = Callable[..., list[float]]
 
 
 @pytest.fixture
-def at_each_pause(monkeypatch: pytest.MonkeyPatch) -> Pauses:
+def at_each_pause(monkeypatch: Patch) -> Pauses:
     """Do the next act instead of each sleep; returns the list of sleeps."""
 
     def acting(*acts: Callable[[], None]) -> list[float]:
@@ -193,7 +193,7 @@ def test_a_shard_whose_holder_dies_after_it_was_passed_is_taken_over(
 
 
 def test_a_shard_that_its_holder_finishes_is_not_computed_again(
-    trial: Trial, holder: ExitStack, at_each_pause: Pauses, monkeypatch: pytest.MonkeyPatch, capsys: Any
+    trial: Trial, holder: ExitStack, at_each_pause: Pauses, monkeypatch: Patch, capsys: Any
 ) -> None:
     """But it is counted by the bar."""
     write, written, own = ShardWriter.write, list[str](), list[str]()
@@ -216,7 +216,7 @@ def test_a_shard_that_its_holder_finishes_is_not_computed_again(
 
 
 def test_time_spent_waiting_is_not_in_the_rate(
-    trial: Trial, holder: ExitStack, at_each_pause: Pauses, monkeypatch: pytest.MonkeyPatch
+    trial: Trial, holder: ExitStack, at_each_pause: Pauses, monkeypatch: Patch
 ) -> None:
     seen: list[float] = []
     monkeypatch.setattr("pipeline.run.report", lambda *arguments: seen.append(arguments[-1]) or [])
@@ -228,7 +228,7 @@ def test_time_spent_waiting_is_not_in_the_rate(
 
 
 def test_a_failure_of_its_own_ends_a_worker_before_it_waits(
-    trial: Trial, holder: ExitStack, at_each_pause: Pauses, monkeypatch: pytest.MonkeyPatch
+    trial: Trial, holder: ExitStack, at_each_pause: Pauses, monkeypatch: Patch
 ) -> None:
     """Else two workers could wait for each other, one of them with nothing left that runs."""
     write = ShardWriter.write
@@ -290,7 +290,7 @@ def test_workers_know_their_number_from_the_launcher() -> None:
             Worker.from_environment(*numbers, environment)
 
 
-def test_every_process_of_a_machine_has_a_gpu_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_process_of_a_machine_has_a_gpu_of_its_own(monkeypatch: Patch) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 4)
     for asked in ("auto", "cuda"):

@@ -258,6 +258,8 @@ def test_no_tensor_of_a_gpu_has_more_elements_than_32_bits_count(gpu_of: Gpu) ->
     assert automatic_batch_size(1024, 50_257, 0, gpu) == 32, "of 2^15 tokens"
     # Six float32 tensors of 1,024 x 50,257 logits, in 40% of the 10 GB that the weights leave.
     assert automatic_batch_size(1024, 50_257, 14 * 10**9, gpu_of(24 * 10**9)) == 3
+    # A gibibyte for the logits, whatever the weights leave.
+    assert automatic_batch_size(1024, 1000, 30 * 10**9, gpu_of(24 * 10**9)) == 32
     assert largest_batch(2**31, gpu) == 1 and largest_batch(row, torch.device("cpu")) > 1000
 
 

@@ -26,7 +26,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from pipeline.corpus.config import CorpusConfig, corpus_config
 from pipeline.corpus.detokenize import detokenizer
-from pipeline.maze import MazeLayout, MazeTeacherConfig, maze_tokenizer, train_maze_teacher
+from pipeline.maze import maze_tokenizer
 from pipeline.references import write_references
 from pipeline.tokens import dataset as stage
 from pipeline.tokens.dataset import FIELDS, FORMAT_VERSION, TokenDataset, prepare_tokens
@@ -41,7 +41,7 @@ from pipeline.tokens.tokenizer import (
 )
 from shards.errors import GdistillError, IntegrityError, UsageError
 from tests.commands import call
-from tests.pipeline.conftest import Asked, Prepare
+from tests.pipeline.conftest import Asked, Patch, Prepare
 from tests.pipeline.extract_cases import contents, run, times
 
 END = "<|endoftext|>"
@@ -66,11 +66,7 @@ def made(spec: object, out: Path, tokenizer: Any, **settings: Any) -> TokenDatas
 
 @pytest.mark.usefixtures("small_parts")
 def test_rows_on_disk(
-    tmp_path: Path,
-    prepare: Prepare,
-    bpe: PreTrainedTokenizerFast,
-    sentences: list[str],
-    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path, prepare: Prepare, bpe: PreTrainedTokenizerFast, sentences: list[str], monkeypatch: Patch
 ) -> None:
     dataset = prepare(tmp_path / "run")
     # Other readers open the files.
@@ -151,7 +147,7 @@ def test_the_record_counts_what_the_policy_met(tmp_path: Path, prepare: Prepare)
 
 
 def test_a_changed_corpus_is_refused_by_name(
-    tmp_path: Path, sentence_corpus: CorpusConfig, prepare: Prepare, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, sentence_corpus: CorpusConfig, prepare: Prepare, monkeypatch: Patch
 ) -> None:
     prepare(tmp_path / "run")
     path, encode = Path(sentence_corpus.source.removeprefix("text:")), stage.encode
@@ -234,9 +230,7 @@ def test_folders_made_to_do_harm_are_one_line(tmp_path: Path, splits: Any) -> No
 
 
 @pytest.mark.usefixtures("small_parts")
-def test_only_the_rows_asked_for_are_tokenized(
-    tmp_path: Path, prepare: Prepare, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_only_the_rows_asked_for_are_tokenized(tmp_path: Path, prepare: Prepare, monkeypatch: Patch) -> None:
     whole, seen, read = prepare(tmp_path / "whole"), [], stage.read_span
 
     def counted(*arguments: Any) -> Any:
@@ -360,7 +354,7 @@ def test_requests_that_cannot_be_met(tmp_path: Path, prepare: Prepare) -> None:
 
 
 def test_rows_as_reference_texts(
-    tmp_path: Path, asked: Asked, teacher: Path, finished: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, asked: Asked, teacher: Path, finished: Path, monkeypatch: Patch
 ) -> None:
     """Of a run's folder and of its store: without a bos in front, other special ones stay."""
     monkeypatch.setattr("pipeline.references.BLOCK_ROWS", 2)
@@ -497,7 +491,7 @@ def test_real_tokenizers(shared: Path) -> None:
 
 
 def test_long_and_short_documents_in_one_batch_keep_their_order(
-    bpe: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
+    bpe: PreTrainedTokenizerFast, monkeypatch: Patch
 ) -> None:
     """Batches of pieces smaller than the documents; none is cut short."""
     fast = Tokenizer.from_str(backend(bpe).to_str())
@@ -511,11 +505,11 @@ def test_long_and_short_documents_in_one_batch_keep_their_order(
     assert [ids.tolist() for ids in encode(whole_words_only, texts)] == expected
 
 
-# Stage 1 that is interrupted, killed or asked for by many; what is on disk before its name.
+# Stage 1 that is interrupted, killed or asked for by many.
 
 
 def test_processes_that_ask_at_the_same_time_share_one_run(
-    tmp_path: Path, prepare: Prepare, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, prepare: Prepare, monkeypatch: Patch
 ) -> None:
     """The lock is per open file, so threads stand for processes here."""
     publish, built = stage.publish_folder, []
@@ -534,7 +528,7 @@ def test_processes_that_ask_at_the_same_time_share_one_run(
 @pytest.mark.usefixtures("small_parts")
 @pytest.mark.parametrize(("packing", "limits"), [("concat", {}), ("wrap", {}), ("pad", {"train": 430})])
 def test_an_interrupted_stage_goes_on_to_the_same_bytes(
-    tmp_path: Path, prepare: Prepare, monkeypatch: pytest.MonkeyPatch, packing: str, limits: dict[str, int]
+    tmp_path: Path, prepare: Prepare, monkeypatch: Patch, packing: str, limits: dict[str, int]
 ) -> None:
     """Rows that an earlier run wrote count as rows of the limit."""
     whole, encoded = prepare(tmp_path / "whole", limits, packing=packing), stage.encoded
@@ -585,7 +579,7 @@ dataset.prepare_tokens(config, tokenizer.load_tokenizer(sys.argv[2]), Path(sys.a
 
 @pytest.mark.usefixtures("small_parts")
 def test_a_killed_process_loses_no_finished_part(
-    tmp_path: Path, sentence_corpus: CorpusConfig, prepare: Prepare, bpe: Any, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, sentence_corpus: CorpusConfig, prepare: Prepare, bpe: Any, monkeypatch: Patch
 ) -> None:
     bpe.save_pretrained(tmp_path / "tokenizer")
     given = [sentence_corpus.source, str(tmp_path / "tokenizer"), str(tmp_path)]
@@ -603,28 +597,3 @@ def test_a_killed_process_loses_no_finished_part(
     assert kept == written
     whole = prepare(tmp_path / "whole", tokenizer=saved)
     assert contents(resumed.path) == contents(whole.path)
-
-
-def test_what_has_its_name_is_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A journal that names a part must never outlive it in a power cut; nor folders their files."""
-    synced, fsync, replace = set[int](), os.fsync, os.replace
-
-    def noted(descriptor: int) -> None:
-        synced.add(os.fstat(descriptor).st_ino)
-        fsync(descriptor)
-
-    def checked(old: Path, new: Path) -> None:
-        assert os.stat(old).st_ino in synced, f"{new} is named before its content is on disk"
-        replace(old, new)
-
-    monkeypatch.setattr(os, "fsync", noted)
-    monkeypatch.setattr(os, "replace", checked)
-    (tmp_path / "a.txt").write_text("right down right\n" * 20)
-    lines = {"row_length": 4, "document_separator": "line"}
-    rows = made(tmp_path / "a.txt", tmp_path / "run", maze_tokenizer(), **lines).path
-    teacher = MazeTeacherConfig(num_layers=1, num_heads=2, hidden_size=8, num_steps=2)
-    maze = MazeLayout("hand", ("ST", ".."), max_moves=3)
-    train_maze_teacher(maze, tmp_path / "run/teacher", teacher)
-    for folder in (rows, tmp_path / "run/teacher"):
-        paths = [folder.parent, folder, *folder.rglob("*")]
-        assert [str(path) for path in paths if path.stat().st_ino not in synced] == []
