@@ -471,9 +471,8 @@ def test_what_stands_behind_the_layers_is_read_without_them(kind: str, tmp_path:
     before = copy.deepcopy(files.config.to_dict())
     loaded = load_causal_model(without_layers(files), float32_logits=True)
     assert files.config.to_dict() == before
-    whole, rest = (
-        [n for n, _ in m.named_parameters() if "layers." in n or ".h." in n] for m in (model, loaded.network)
-    )
+    networks = (model, loaded.network)
+    whole, rest = ([n for n, _ in each.named_parameters() if "layers." in n or ".h." in n] for each in networks)
     assert whole and not rest
     ids = torch.randint(0, 64, (2, 9))
     teacher = StatesTeacher(loaded, 64)
