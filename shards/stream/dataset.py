@@ -22,12 +22,10 @@ from shards.noise.gumbel import Probabilities
 from shards.noise.philox import PositionKeys
 from shards.settings import derive_seed
 from shards.store.store import ShardStore
-from shards.stream.stream import WINDOW_BYTES, ShardStream
+from shards.stream.stream import PLACE_FIELDS, WINDOW_BYTES, ShardStream
 
 Batch = dict[str, Tensor]
 PLACE = "place"
-PLACE_FIELDS = ("epoch", "rows_consumed", "num_lanes", "step")
-
 
 MOST_WORKERS = 1024
 

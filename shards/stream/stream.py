@@ -40,6 +40,8 @@ MIXED_CHUNK_BYTES = WINDOW_BYTES // TARGET_LANES
 """Of chunks of this size, or of one row each, the window holds as many as a batch wants."""
 BITS_AT_ONCE = 1 << 20
 """Random numbers of chunks drawn at a time."""
+PLACE_FIELDS = ("epoch", "rows_consumed", "num_lanes", "step")
+"""What a state counts, beside its fingerprint."""
 Indices = Int64[np.ndarray, "n"]
 ChunkFuture = Future[dict[str, np.ndarray]]
 
@@ -108,7 +110,7 @@ class LaneOrder:
 
     def __init__(self, num_rows: int, rows_per_chunk: int, seed: int, epoch: int, num_lanes: int) -> None:
         num_chunks = -(-num_rows // rows_per_chunk)
-        self.num_rows, self.rows_per_chunk, self.num_lanes = num_rows, rows_per_chunk, num_lanes
+        self.rows_per_chunk, self.num_lanes = rows_per_chunk, num_lanes
         self._key = derive_seed(seed, "row order", epoch)
         # Drawn in parts: drawing takes many times the numbers' memory.
         key, bits = derive_seed(seed, "chunk order", epoch), np.empty(num_chunks, dtype=np.uint64)
@@ -366,11 +368,6 @@ class ShardStream:
         return -(-self._end_of_epoch(0) // self._batch_size)
 
     @property
-    def epoch(self) -> int:
-        """The epoch of the next batch."""
-        return self._epoch
-
-    @property
     def fingerprint(self) -> str:
         """Names the store, the split and the seed of the order of its rows."""
         order = f"seed {self._seed}, lanes" if self._shuffle else "stored order"
@@ -389,16 +386,16 @@ class ShardStream:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a state, a GdistillError if it is of another order; iterators made before end with an error."""
         if state.get("fingerprint") != self.fingerprint:
-            what, got = ("the saved data order is of another store or order", state.get("fingerprint"))
+            what, got = "the saved data order is of another store or order", state.get("fingerprint")
             remedy = "resume with the store, split and seed that the run began with"
             raise GdistillError(what, where="stream state", got=got, expected=self.fingerprint, remedy=remedy)
-        names, num_rows = ("epoch", "rows_consumed", "num_lanes", "step"), self._reader.num_rows
-        values: list[Any] = [state.get(name) for name in names]
+        num_rows = self._reader.num_rows
+        values: list[Any] = [state.get(name) for name in PLACE_FIELDS]
         if not all(
             isinstance(value, int) and 0 <= value <= most
             for value, most in zip(values, (math.inf, num_rows, num_rows, math.inf), strict=True)
         ):
-            got = ", ".join(f"{name} {value}" for name, value in zip(names, values, strict=True))
+            got = ", ".join(f"{name} {value}" for name, value in zip(PLACE_FIELDS, values, strict=True))
             expected = f"epoch >= 0, rows_consumed and num_lanes in 0..{num_rows}, step >= 0"
             what, where = "the saved data order is damaged", "stream state"
             raise GdistillError(what, where=where, got=got, expected=expected)

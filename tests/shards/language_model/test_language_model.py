@@ -54,6 +54,12 @@ def save_bert(folder: Path, initializer_range: float = 0.02, **changes: Any) -> 
     return save_tokenizer(folder)
 
 
+def save_translator(folder: Path) -> Path:
+    config = transformers.T5Config(vocab_size=VOCAB_SIZE, d_model=8, d_kv=4, d_ff=8, num_layers=1, num_heads=2)
+    transformers.T5ForConditionalGeneration(config).save_pretrained(folder)
+    return save_tokenizer(folder)
+
+
 def save_without_a_tensor(folder: Path) -> Path:
     """The library would draw it at random, and the model would score all the same."""
     weights = save_teacher(folder) / "model.safetensors"
@@ -105,6 +111,7 @@ def save_with_code(folder: Path, model_type: str = "own-kind") -> Path:
     ("save", "error", "words"),
     [
         (save_bert, UsageError, r"the ROLE is not causal.*is_decoder"),
+        (save_translator, UsageError, "cannot load the ROLE.*expected a causal language model of transformers"),
         (save_without_a_tensor, GdistillError, r"the ROLE's weights are incomplete.*mlp\.c_fc\.bias and 1 more"),
         (save_without_weights, UsageError, "the ROLE has no weights"),
         (save_with_code, UsageError, "cannot read the ROLE's configuration"),
@@ -125,8 +132,9 @@ def test_what_is_no_whole_causal_model_is_refused(
     tmp_path: Path, role: str, save: Callable[[Path], Path], error: type[Exception], words: str
 ) -> None:
     folder = save(tmp_path / "model")
-    with pytest.raises(error, match=words.replace("ROLE", role)):
+    with pytest.raises(error, match=words.replace("ROLE", role)) as caught:
         LOADERS[role](folder)
+    assert type(caught.value) is error, "an exit code of its own"
     assert not (tmp_path / "ran").exists()
 
 

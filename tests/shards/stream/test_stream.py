@@ -243,7 +243,7 @@ def test_one_pass_leaves_the_place_alone_and_a_whole_epoch_moves_it() -> None:
         one = stream(CountingReader(50), shuffle=shuffle)
         next(iter(one))
         one.skip_epoch()
-        assert (one.epoch, one.state_dict()["step"]) == (1, num_batches)
+        assert (one.state_dict()["epoch"], one.state_dict()["step"]) == (1, num_batches)
         assert [b.step - 2 * num_batches for b in one.one_pass(2)] == [*range(num_batches)]
 
 
@@ -438,11 +438,13 @@ def everywhere(batch: dict[str, torch.Tensor]) -> torch.Tensor:
 def test_fresh_noise_differs_by_split_seed_and_epoch_and_so_do_places(store: Path) -> None:
     options = [{}, {"split": "validation"}, {"seed": 4}]
     first, *others = (open_rows(store, shuffle=False, **option) for option in options)
-    (batch, *_), (later, *_) = list(first), list(first)
+    (batch, *_, last), (later, *_) = list(first), list(first)
     assert batch["row_ids"].equal(later["row_ids"])
     mask = everywhere(batch)
     noise = first.noise(batch, mask).gumbels()
     assert noise.equal(open_rows(store).noise(batch, mask).gumbels())
+    drawn = [first.noise({**last, "place": place}, everywhere(last)) for place in (last["place"], batch["place"])]
+    assert drawn[0].gumbels().equal(drawn[1].gumbels()), "also in the last batch, whose place is the next epoch's"
     for other in (first.noise(later, mask), *(rows.noise(batch, mask) for rows in others)):
         assert not bool(torch.isclose(noise, other.gumbels()).any(1).any())
     with pytest.raises(GdistillError, match="another store or order"):
