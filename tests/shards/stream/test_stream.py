@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import threading
 import weakref
 from collections import Counter
@@ -16,7 +15,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scipy.stats import spearmanr
 from torch.utils.data import DataLoader
 
 import shards
@@ -75,16 +73,6 @@ def test_any_positions_in_any_grouping_and_their_last_need(num_rows: int, lanes:
             while end + 1 < len(chunks) and chunks[end + 1] == chunk:
                 end += 1
             assert need == end * lanes + lane
-
-
-def test_consecutive_rows_are_unrelated() -> None:
-    num_rows = 48 * 64 * 16
-    rows = order_rows(LaneOrder(num_rows, 16, 5, 0, 256), num_rows)
-    # The coefficient of a random permutation has standard deviation 1 / sqrt(n - 1); whole chunks
-    # of 16 rows are placed at random: as few free choices as there are chunks.
-    bound = 5 / math.sqrt(num_rows) * math.sqrt(16)
-    assert abs(spearmanr(rows[:-1], rows[1:]).statistic) < bound
-    assert abs(spearmanr(np.arange(num_rows), rows).statistic) < bound
 
 
 def test_chunks_are_opened_at_an_even_pace() -> None:
@@ -181,14 +169,16 @@ def test_global_batches_depend_on_nothing_but_the_seed(num_rows: int, order: dic
         assert got == expected, (world_size, num_workers)
 
 
-def test_epochs_drop_the_ragged_end_and_differ() -> None:
-    one = stream(CountingReader(50))
+@pytest.mark.parametrize("window", [{}, {"window_bytes": 4 << 20}])
+def test_epochs_drop_the_ragged_end_and_differ_as_seeds_do(window: dict) -> None:
+    one = stream(CountingReader(50), **window)
     epochs = [list(one) for _ in range(3)]
     assert [len(epoch) for epoch in epochs] == [4, 4, 4] == [len(one)] * 3
     assert [b.step for epoch in epochs for b in epoch] == list(range(12))
     assert [b.epoch for epoch in epochs for b in epoch] == [0] * 4 + [1] * 4 + [2] * 4
     dropped = [set(range(50)) - set(rows_of(epoch)) for epoch in epochs]
     assert all(len(rows) == 2 for rows in dropped) and dropped[0] != dropped[1]
+    assert rows_of(epochs[0]) != rows_of(list(stream(CountingReader(50), seed=4, **window)))
 
 
 def test_validation_keeps_order_and_the_last_partial_batch() -> None:
