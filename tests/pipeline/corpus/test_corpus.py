@@ -362,9 +362,7 @@ def test_presets_are_the_ones_promised() -> None:
     owt, lm1b = corpus_config("owt"), corpus_config("lm1b")
     assert (owt.packing, owt.row_length, owt.validation_documents) == ("concat", 1024, 100_000)
     assert (lm1b.packing, lm1b.row_length, lm1b.detokenizer) == ("wrap", 128, "lm1b")
-
-
-def test_the_seven_validation_corpora_are_packed_alike() -> None:
+    # The seven for validation are packed alike.
     names = ["ptb", "wikitext", "lm1b", "lambada", "ag_news", "pubmed", "arxiv"]
     configs = {name: corpus_config(f"eval_{name}") for name in names}
     for config in configs.values():

@@ -306,10 +306,6 @@ def test_every_process_of_a_machine_has_a_gpu_of_its_own(monkeypatch: Patch) -> 
 def test_every_worker_begins_elsewhere_and_comes_to_every_shard() -> None:
     assert Worker(1, 3).order([0, 1, 2, 3, 4]) == [1, 4, 2, 0, 3]
     assert Worker(5, 6).order([0, 1]) == [0, 1]
-    orders = [Worker(index, 3).order(range(8)) for index in range(3)]
-    assert all(sorted(order) == list(range(8)) for order in orders)
-    own = [order[: len(range(index, 8, 3))] for index, order in enumerate(orders)]
-    assert sorted(shard for part in own for shard in part) == list(range(8))
 
 
 # Steps of datatrove.
@@ -338,4 +334,4 @@ def test_documents_pass_and_what_is_done_stays(trial: Trial, capsys: pytest.Capt
     assert capsys.readouterr().out == ""
     trial.require_bytes_of_one()
     before = times(store)
-    assert list(step(None, 0, 2)) == [] and times(store) == before
+    assert list(step(None, 0, 2)) == [] and times(store) == before and capsys.readouterr().out

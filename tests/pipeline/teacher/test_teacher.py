@@ -379,12 +379,12 @@ def test_a_size_that_fits_is_kept_from_shard_to_shard(monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(generate, "generate_rows", written)
     dataset = SimpleNamespace(bos_id=0, eos_id=1, row_length=ROW_LENGTH, packing="concat")
-    settings = SequentialSettings(batch_size=8)
+    settings = SequentialSettings(batch_size=4)
     rows = object.__new__(GeneratedRows)  # the rows' source is not asked for anything else
     vars(rows).update(teacher=loaded, dataset=dataset, settings=settings, seed=1)
     for start in (0, 6):
         rows.read("train", start, start + 6, lambda _: None)
-    assert tried == [6, 3, *[1] * 12]
+    assert tried == [4, *[2] * 6]
     for own, ends in (([7, 9], {1, 7, 9}), (5, {1, 5}), (None, {1})):
         loaded.model.generation_config.eos_token_id = own
         vars(rows).pop("ends", None)
