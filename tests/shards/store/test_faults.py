@@ -315,7 +315,11 @@ def test_no_file_may_be_missing_of_another_length_or_altered_in_a_bit(
         assert not wrong, f"{name}: {wrong} are read wrongly"
 
 
-def test_every_field_of_the_manifest_is_sealed(root: Path) -> None:
+def test_every_field_of_the_manifest_is_sealed_and_of_the_metadata_hashed(root: Path) -> None:
+    metadata = root / "train/tokens/zarr.json"
+    renamed, told = metadata.read_bytes().replace(b"position", b"pozition"), "metadata was altered"
+    with damaged(metadata, renamed), pytest.raises(IntegrityError, match=told):
+        ShardStore.open(root).split("train")
     whole = json.loads((root / "manifest.json").read_bytes())
     for field, value in whole.items():
         edited = whole | {field: value + 1 if isinstance(value, int) else "edited"}

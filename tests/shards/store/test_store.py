@@ -293,3 +293,5 @@ def test_a_whole_file_of_another_shard_or_run_is_noticed_without_hashing(tmp_pat
         rows.read_chunk(2)
         path.write_bytes(sound)
     assert writer.is_complete()
+    marks = [ShardStore.open(tmp_path / run).split("train").fingerprint for run in ("older", "store")]
+    assert marks[0] != marks[1], "an order of rows belongs to one store"
