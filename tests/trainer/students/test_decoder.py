@@ -238,9 +238,12 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def test_the_command_takes_the_networks_widths(store: Path, llama: Path, tmp_path: Path) -> None:
-    """A preset's give way. The language model's configuration is kept as it was read."""
-    start = ("run", "--store", store, "--preset", "tiny", "--init-from", llama)
+    """A preset's give way. The language model's configuration is kept as it was read; then it is needed no more."""
+    source = shutil.copytree(llama, tmp_path / "source")
+    start = ("run", "--store", store, "--preset", "tiny", "--init-from", source)
     short = ("--set", "training.num_steps=2", "--set", "training.global_batch_size=4")
+    assert call("gdistill-train", *start, *short, "--out", tmp_path) == 0
+    shutil.rmtree(source)
     assert call("gdistill-train", *start, *short, "--out", tmp_path) == 0
     student = load_student(tmp_path)
     settings = student.settings
@@ -286,10 +289,13 @@ def test_a_run_goes_on_with_its_language_model_moved_or_gone(store: Path, llama:
 
 @pytest.mark.parametrize("student", ["mdlm", "bd3lm"])
 def test_read_again_begins_with_it(store: Path, llama: Path, tmp_path: Path, student: str) -> None:
-    """Its network in both parts, its weights in the first; the second begins with the first's."""
+    """Its network in both parts, its weights in the first; the second begins with the first's. It is read once."""
+    source = shutil.copytree(llama, tmp_path / "source")
     chosen = ["--set", "training.num_steps=20", "--set", "training.global_batch_size=4"]
     chosen += ["--set", "optimization.learning_rate=1e-9", "--student", student]
-    line = ("two-stage", "--store", store, "--out", tmp_path, "--init-from", llama)
+    line = ("two-stage", "--store", store, "--out", tmp_path, "--init-from", source)
+    assert call("gdistill-train", *line, *chosen) == 0
+    shutil.rmtree(source)
     assert call("gdistill-train", *line, *chosen) == 0
     record = json.loads((tmp_path / "model" / "student.json").read_text())
     first = weights_sha256(tmp_path / "plain" / "model")
@@ -368,6 +374,7 @@ def test_another_tokenizer_is_refused(llama: Path, tmp_path: Path) -> None:
     files = {f"tokenizer/{p.name}": p.read_bytes() for p in (tmp_path / "tokens").iterdir()}
     store = write_store(tmp_path / "store", files=files)
     model = shutil.copytree(llama, tmp_path / "model")
+    student_from(model, store)  # without a tokenizer there is nothing to compare
     for words, told in ((("b",), "'b' as id 0; expected 'a'"), (("a", VOCAB - 1), "None as id 11; expected 'w11'")):
         tokenizer_of(*words).save_pretrained(model)
         with pytest.raises(UsageError, match=rf"1 other tokens, the first {told}"):

@@ -185,6 +185,7 @@ def test_a_resumed_run_is_the_same_one_there(store: Path, tmp_path: Path, monkey
     assert started[0] == started[1] and started[2]["id"] != started[0]["id"]
     assert started[0]["project"] == "gdistill" and started[0]["resume"] == "allow"
     assert [kwargs["name"] for kwargs in started] == ["out", "out", "other"]
+    assert wandb.init.return_value.finish.call_count == 3
     logged = [call for call in wandb.init.return_value.log.call_args_list if "train/num_tokens" in call.args[0]]
     assert [call.kwargs["step"] for call in logged] == [1, 3, 4, 6, 9, 10, 1]
     wandb.init.side_effect = RuntimeError("api_key not configured\nsee the manual")
