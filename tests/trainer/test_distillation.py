@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.nn.functional import cross_entropy, pad
+from torch.nn.functional import cross_entropy, one_hot, pad
 from torch.utils.data import default_collate
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 
@@ -78,6 +78,9 @@ def test_the_teacher_itself_has_no_divergence(store: Path) -> None:
     expected = cross_entropy(other[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten())
     plain = DistillationLoss(store, weight=0.0)(other, batch["labels"], batch["teacher"])
     torch.testing.assert_close(plain, expected)
+    sharp = (1e4 * one_hot(batch["input_ids"], VOCAB)).float().requires_grad_()  # that leaves the rest nothing
+    (gradient,) = torch.autograd.grad(loss(sharp, batch["labels"], batch["teacher"]), sharp)
+    assert bool(gradient.isfinite().all())
     assert loss(other, torch.full_like(batch["labels"], IGNORED), batch["teacher"]) == 0, "where no token counts"
 
 

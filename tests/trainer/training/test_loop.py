@@ -180,7 +180,7 @@ def test_runs_that_remember_a_place_alone(store: Path, finished: Path, tmp_path:
         steps(store, out, 3, finished)
     assert steps(store, out, 3, first)
     state = out / "checkpoints/step-00000003/state.json"
-    state.write_text(json.dumps({**json.loads(state.read_text()), "run": 3, "sha256": None}))
+    state.write_text(json.dumps({**json.loads(state.read_text()), "run": {"init_from": {}}, "sha256": None}))
     with pytest.raises(IntegrityError, match=r"unreadable checkpoint.*state\.json"):
         steps(store, out, 4, first)
 
