@@ -20,15 +20,13 @@ from evaluation.text.reading import readings_folder
 from shards.atomic import require_writable
 from shards.console import command_app, run_command
 
-DEFAULT = "score"
-
 
 class DefaultGroup(TyperGroup):
     """``gdistill-eval SAMPLES`` is ``gdistill-eval score SAMPLES``."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         if args and args[0] not in self.commands and args[0] != "--help":
-            args = [DEFAULT, *args]
+            args = ["score", *args]
         return super().parse_args(ctx, args)
 
 
@@ -39,7 +37,7 @@ app = command_app(
 )
 
 
-@app.command(DEFAULT)
+@app.command("score")
 def evaluate(
     samples: Annotated[Path, typer.Argument(help="Folder or .jsonl file written by gdistill-sample.")],
     judge: Annotated[

@@ -89,9 +89,8 @@ def perplexity(
 def _table(scored: list[tuple[str, Score]]) -> Table:
     rows = []
     for name, score in scored:
-        low, high = score.interval or (score.value, score.value)
         value = f"{score.value:.2f}" + (" (conditional)" if score.cautions else "")
-        interval = "-" if score.interval is None else f"[{low:.2f}, {high:.2f}]"
+        interval = "-" if score.interval is None else "[{:.2f}, {:.2f}]".format(*score.interval)
         nats = f"{score.details['nll_nats_per_token']:.3f}"
         noise, estimate = (str(score.settings[key]) for key in ("noise", "estimate"))
         rows.append((name, noise, value, interval, nats, estimate))

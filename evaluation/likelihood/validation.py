@@ -95,8 +95,7 @@ def validation_perplexity(
         what = "the student gives a likelihood that is no number"
         got = f"{int((~np.isfinite(nats)).sum())} of {len(nats)} rows"
         raise GdistillError(what, where=data.name, got=got, remedy="check the student's weights")
-    all_tokens = np.ones(data.rows.shape, dtype=bool)
-    counted = all_tokens if data.counted is None else data.counted
+    counted = np.ones(data.rows.shape, dtype=bool) if data.counted is None else data.counted
     counts = counted[:, 1:].sum(1).astype(float)
     prefix = "conditional_" if noise == "posterior" else ""
     return Score.of(

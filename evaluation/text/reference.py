@@ -228,8 +228,7 @@ class Ruler:
             "n-grams of": self.text.unit,
             **(self.judging.judge.identity if self.judging else {}),
         }
-        num, counts = len(samples.tokens), {"floor_samples": self.num_rows}
-        counts["least_samples"] = MIN_SAMPLES
+        num, counts = len(samples.tokens), {"floor_samples": self.num_rows, "least_samples": MIN_SAMPLES}
         found = []
         for name, one in self.measure(self.text.rows_of(samples), features).items():
             own = self.floor[name]

@@ -103,6 +103,6 @@ def write_tokens(home: Path, splits: dict[str, np.ndarray], **facts: Any) -> Pat
         record["row_length"] = rows.shape[1]
         writer = PartWriter(home / "tokens" / split, rows.shape[1])
         writer.write(rows.astype(np.int32))
-        record["splits"][split] = {"parts": [asdict(writer.close())]}
+        record["splits"][split] = {"parts": [asdict(part) for part in (writer.close(),) if part]}
     (home / "tokens" / "tokens.json").write_text(json.dumps(record))
     return home

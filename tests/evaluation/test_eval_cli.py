@@ -23,7 +23,7 @@ from evaluation.figures import figure_file
 from evaluation.frontier import Point, dominance, nearest, pareto
 from evaluation.infilling import filled_spans, make_infill_rows, read_infill_rows
 from evaluation.maze import Maze
-from evaluation.samples import DataRows, read_data_rows, read_samples
+from evaluation.samples import DataRows, named_folder, read_data_rows, read_samples
 from evaluation.scorers import make_scorers
 from evaluation.text.distance import RANKING, Estimate, naive_samples, unigram_entropy_nats
 from evaluation.text.reading import JudgeModel, Judging
@@ -102,6 +102,8 @@ def test_samples_that_cannot_be_read_are_named(tmp_path: Path, judge_folder: Pat
     write_samples(file, "", "<eos>")
     with pytest.raises(GdistillError, match=r"no sample has a token to score \[.*samples\.jsonl"):
         evaluate(file, "--judge", judge_folder)
+    write_samples(file, "<eos>", "a b")  # a text without a token that counts has its place on the page
+    assert "texts without a token" in evaluate(file, "--judge", judge_folder)
     write_samples(file, *["<bos> right right <eos>"] * 4)
     assert "teacher" not in evaluate(file, "--maze", maze)
     (part,) = results(tmp_path).values()
@@ -225,6 +227,7 @@ def test_a_sweep_is_a_frontier(tmp_path: Path, chain: Path) -> None:
     write_rows(tmp_path / "unknown" / "s.jsonl", rows)
     with pytest.raises(UsageError, match=r"without a number of forward passes \[.*s\.jsonl"):
         evaluate("frontier", tmp_path / "unknown", "--data", chain, "--out", tmp_path / "out")
+    assert named_folder(f"{runs[0]}/..")[0] == tmp_path.name
     with pytest.raises(UsageError, match="two runs of one name"):
         evaluate("frontier", runs[0], runs[0], "--data", chain, "--out", tmp_path / "out")
 
@@ -246,6 +249,7 @@ def test_a_judge_adds_distances_of_its_states(
     assert "No model beats" in (tmp_path / "report.html").read_text()
     assert list(cache.rglob("*.features.safetensors")), "what was read is kept"
     evaluate(file, "--reference", reference, *words, "--max-tokens", 40)
+    assert (tmp_path / "report.html").read_text().count("<details") == 24
     (part,) = results(tmp_path).values()
     scores = scores_by_name(part)
     assert set(RANKING) < {*scores} and "256 samples and 256 references" in scores["mauve"]["cautions"][0]
@@ -396,6 +400,9 @@ def test_rows_are_masked_uniformly_and_read_back(tmp_path: Path, chain: Path) ->
     assert counts[0] == 0 and all(len(row.masked) == 2 for row in rows)
     # Each of five positions with chance 2/5: five standard errors of 400 rows are 49.
     assert abs(counts[1:] - 160).max() < 49
+    for row in ({"tokens": [0, 1], "masked": []}, {"tokens": [-1, 1], "masked": [1]}):
+        with pytest.raises(GdistillError, match="without its truth"):
+            read_infill_rows(write_lines(file, row))
     for num, masked in ((401, 2), (1, 0), (1, 6)):
         with pytest.raises(UsageError, match="do not hold such rows"):
             make_infill_rows(data, num, masked, seed=0)
@@ -405,12 +412,16 @@ def test_infilling_without_a_judge_is_scored_and_with_one_needs_the_tokenizer(
     filled: Path, judge_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     words = (filled / "samples", "--infill", filled / "rows.jsonl")
-    assert "infill_exact_match" in evaluate(*words)
+    write_lines(filled / "samples/second.jsonl", {"index": 1, "tokens": FILLED[1], "text": "a a b a"})
+    evaluate(*words)  # each file by the rows that it filled
+    matches = [scores_by_name(part)["infill_exact_match"]["value"] for part in results(filled / "samples").values()]
+    assert matches == pytest.approx([2 / 5, 1 / 3])
     with pytest.raises(UsageError, match="--tokenizer"):
         evaluate(*words, "--judge", judge_folder)
     monkeypatch.chdir(shutil.copytree(judge_folder, filled / "student").parent)
     (filled / "samples/settings.json").write_text('{"checkpoint": "student"}')
     assert "infill_perplexity" in evaluate(*words, "--judge", judge_folder)
+    assert results(filled / "samples")[str(filled / "samples/second.jsonl")]["settings"] == {"checkpoint": "student"}
     # What stands between texts does not count; a sample with nothing else in its filled part is left out.
     ends = [{"index": 0, "tokens": [2, 0, 2], "text": "a <eos>"}, {"index": 1, "tokens": [2, 0, 1], "text": "a b"}]
     words = (filled / "ends", "--infill", write_lines(filled / "rows.jsonl", {"tokens": [2, 0, 1], "masked": [2]}))

@@ -44,6 +44,7 @@ def test_markdown_and_text_hold_every_cell() -> None:
     lines = TABLE.to_markdown().splitlines()
     assert lines[0] == "| model | NFE 4 | NFE 8 |" and lines[3].endswith(r"c\|d |")
     assert re.fullmatch(r"\|-+\|-+:\|-+:\|", lines[1])
+    assert Table("", ("a",), (("x\ny",),)).to_markdown().endswith("| x y |")
     assert {len(re.split(r"(?<!\\)\|", line)[1:-1]) for line in lines} == {3}
     text = TABLE.to_text().splitlines()
     header, row = (next(line for line in text if line.startswith(word)) for word in ("model", "plain"))
@@ -85,10 +86,10 @@ def test_shades_are_nats_and_the_text_is_whole(tmp_path: Path) -> None:
 def test_files_stand_side_by_side_by_index(tmp_path: Path) -> None:
     columns = {
         f"nfe{nfe}": {index: ShownSample("", [(f"{nfe}-{index}.", None)]) for index in indices}
-        for nfe, indices in ((4, (0, 1)), (8, (1, 2)))
+        for nfe, indices in ((4, (1, 2)), (8, (2, 8)))
     }
     rows = [shown(part) for part in page_of(tmp_path, columns).split("<details")[1:]]
-    assert [re.findall(r"\d-\d\.", row) for row in rows] == [["4-0."], ["4-1.", "8-1."], ["8-2."]]
+    assert [re.findall(r"\d-\d\.", row) for row in rows] == [["4-1."], ["4-2.", "8-2."], ["8-8."]]
     one = ShownSample("", [("x", None)])
     many = {f"file {n}": dict.fromkeys(range(100), one) for n in range(MAX_COLUMNS + 2)}
     section = page_of(tmp_path, many)
@@ -139,6 +140,7 @@ def test_numbers_and_settings_are_short_and_say_whose_they_are(tmp_path: Path) -
     assert "| a | 1 | - | 0.25 | 12.3 [-12.3, 12.3] |\n| b | 1 | - | 0.25 | 12346 [-12346, 12346] |" in text
     assert "x of a: judge_sha256 abababababab, share 0.125\n" in text and "x of b: judge_sha256 cdcdcd" in text
     assert re.findall("### (.*)", text) == ["Scores", "Against the text", "How the samples were drawn"]
+    assert "| a | far | 12.3 | 12.3, 12.3 | 0 | 0, 1 | 1 | 3 | 4 | no |" in text
     assert "far: reference r\n" in text and "| samples | nfe |\n|---|---:|\n| a | - |" in text
     assert "<details" not in (tmp_path / "report.html").read_text()
 
