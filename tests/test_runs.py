@@ -150,11 +150,10 @@ def test_srun_is_understood() -> None:
     tasks = {"SLURM_STEP_ID": "0", "SLURM_PROCID": "3", "SLURM_NTASKS": "8", "SLURM_LOCALID": "1"}
     job = {"SLURM_JOB_NODELIST": "gpu-[017-019,4],other", "SLURM_JOB_ID": "112345"}
     own = {"SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NODELIST": "b7,b8"}  # of fewer tasks than the job has
-    named = {"MASTER_ADDR": "here", "MASTER_PORT": "1"}
     for more, expected in (
         (job, ["3", "8", "1", "gpu-017", "32345"]),
         ({**job, **own}, ["3", "2", "1", "b7", "32345"]),
-        ({**job, **named}, ["3", "8", "1", "here", "1"]),
+        ({**job, "MASTER_ADDR": "here", "MASTER_PORT": "1"}, ["3", "8", "1", "here", "1"]),
         ({}, ["3", "8", "1", "127.0.0.1", "20000"]),
     ):
         follow_srun(step := {**tasks, **more})

@@ -121,8 +121,7 @@ def test_a_rows_noise_makes_its_tokens_the_teachers_choice(tmp_path: Path, codec
 def test_an_epochs_noise_is_new_if_codecs_draw(tmp_path: Path, codec: str, is_fresh: bool) -> None:
     store = write_store(tmp_path / "store", codec)
     rows = list(store_rows(store, epochs=2))
-    keys = {tuple(row["teacher"][NOISE_KEY].tolist()) for row in rows}
-    assert len(keys) == len(rows) / (1 if is_fresh else 2)
+    assert len({tuple(row["teacher"][NOISE_KEY].tolist()) for row in rows}) == len(rows) / (1 if is_fresh else 2)
     rows.sort(key=lambda row: row["teacher"][NOISE_KEY][1] % ROWS["train"])
     first, second = (noise_of(store, tmp_path, rows[turn::2]) for turn in (0, 1))
     assert torch.allclose(first, second, atol=1e-3) != is_fresh

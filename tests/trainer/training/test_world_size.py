@@ -182,10 +182,7 @@ def test_uneven_validation_scores_every_row_once(runs: Path, store: Path, rows: 
 
 
 def test_what_one_process_meets_is_told_to_all(runs: Path) -> None:
-    """Errors; a stop, after which the run went on; an interrupt after the last step leaves nobody waiting.
-
-    What is gathered the first process holds alone.
-    """
+    """Errors; a stop; an interrupt after the last step leaves nobody waiting; only the first holds what is gathered."""
     for name, *words in (
         ("odd", "global_batch_size", "multiple of the world size 2"),
         ("apart", "do not see the same checkpoint"),
