@@ -271,7 +271,7 @@ CHECKPOINTS: dict[str, Callable[[State], None]] = {
     "a sparse weight": change_state(EMBEDDING, torch.zeros(12, 8).to_sparse()),
     "weights of integers": change_state(EMBEDDING, torch.zeros(12, 8, dtype=torch.int64)),
     "an EMA that is text": change(ema="average"),
-    "an EMA of text": change(ema={"shadow_params": ["a", "b", "c"]}),
+    "an EMA of text": change(ema={"shadow_params": ["a", "b"]}),
     "clips of several numbers": change_state("sampling_eps_min", torch.zeros(3)),
     "clips that are text": change_state("sampling_eps_min", "0"),
     "clips that are no times": change_state("sampling_eps_min", torch.tensor(5.0)),
