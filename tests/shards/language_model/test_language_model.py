@@ -359,7 +359,7 @@ def test_a_device_map_computes_the_same(tmp_path: Path, device_map: str) -> None
 
 
 def test_a_retry_finds_the_memory_of_the_attempts_that_failed(
-    capsys: pytest.CaptureFixture[str], request: pytest.FixtureRequest
+    capsys: pytest.CaptureFixture[str], request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gc.disable()  # what is gone must be gone at once: a device out of memory waits for no collection
     request.addfinalizer(gc.enable)
@@ -374,8 +374,11 @@ def test_a_retry_finds_the_memory_of_the_attempts_that_failed(
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate")
         done.extend(range(part.start, part.stop))
 
+    emptied: list[bool] = []
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: emptied.append(all(one() is None for one in attempts)))
     size = BatchSize(8)
     in_batches(work, 11, size)
+    assert emptied == [True] * 3, "when nothing holds it any more"
     assert done == list(range(11))
     assert len(attempts) == 3 + 11, "tried with 8, 4 and 2 rows once each, then with one"
     assert "out of memory: batches of 4 rows from here on" in capsys.readouterr().err
