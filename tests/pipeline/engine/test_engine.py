@@ -54,7 +54,7 @@ def test_a_row_is_laid_out_likeliest_first() -> None:
     np.testing.assert_allclose(row.token_log_probs, [0, HALF, QUARTER], rtol=1e-6)
     rounded = scored_row([0, 3], [None, 5e-4], [None, {3: 5e-4}], vocab_size=8, num_top=2, where="here")
     assert not rounded.token_log_probs.any(), "a little above 0 is 0"
-    near: dict[int, Any] = {3: HALF + 0.005, 134: math.log(0.498)}  # in sum 1.0005; 134 is padding
+    near: dict[int, Any] = {3: HALF + 0.005, 134: math.log(0.5005)}  # in sum 1.0005; 134 is padding
     row = scored_row([0, 3], [None, HALF], [None, near], vocab_size=8, num_top=2, where="here")
     assert (row.top_ids[1, 1], row.top_log_probs[1, 1]) == (-1, -np.inf)
 

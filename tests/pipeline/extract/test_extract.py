@@ -78,7 +78,8 @@ def test_frozen_noise_reproduces_every_token_and_differs_between_splits(
     tmp_path: Path, teacher: Path, corpus: Path, asked: Asked
 ) -> None:
     own = {"validation_source": f"text:{corpus}"}
-    store = run(tmp_path, asked(codec={"name": "full"}, corpus=own))
+    given = asked(codec={"name": "full"}, corpus=own)
+    store, larger = run(tmp_path, given), run(tmp_path / "larger", given | {"store": {"rows_per_shard": 32}})
     noise, tokens = extract_cases.stored_noise(store)
     log_probs = Teacher.load(teacher, device="cpu").log_probs(tokens).flatten(0, 1)
     assert torch.equal(gumbel_argmax(log_probs, dense_arrivals(noise)), tokens[:, 1:].flatten())
@@ -88,6 +89,7 @@ def test_frozen_noise_reproduces_every_token_and_differs_between_splits(
         assert np.array_equal(train[name], held_out[name])
     name = max(store.manifest.arrays, key=lambda array: train[array].nbytes)
     assert (train[name][:, 1:] != held_out[name][:, 1:]).mean() > 0.9
+    assert np.array_equal(larger.split("train").read_rows(0, 20)[name], train[name]), "whatever shard a row lies in"
 
 
 def test_a_rerun_loads_no_weights_and_repairs_a_damaged_head(tmp_path: Path, asked: Asked, monkeypatch: Patch) -> None:
