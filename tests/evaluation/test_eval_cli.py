@@ -200,7 +200,7 @@ def test_a_sweep_is_a_frontier(tmp_path: Path, chain: Path) -> None:
     mixed = coin.copy()
     mixed[1::2] = rows[1::2]
     for name, drawn, tau in (("n=1", rows, 1), ("n=1", mixed, 2), ("coin", coin[:280, :30], 1)):
-        settings = {"sampler": "ancestral", "temperature": 0, "tau": tau}
+        settings = {"sampler": "ancestral", "temperature": 0, "tau": tau, "order_temperature": 2}
         file = tmp_path / name / f"tau={tau}" / "samples.jsonl"
         write_rows(file, drawn, nfe=4, processor_seconds=0.5, settings=settings)
     runs = [tmp_path / "n=1", f"other={tmp_path / 'coin'}"]
@@ -211,7 +211,7 @@ def test_a_sweep_is_a_frontier(tmp_path: Path, chain: Path) -> None:
     floor = ruler.floor["energy_distance"]
     assert found["floor"] == asdict(floor), "of as many rows as the smallest half, as long as the longest sample"
     assert found["ranking"] == "energy_distance" and len(found["points"]) == 3
-    by_tau = {point["setting"][-1]: point for point in found["points"] if point["model"] == "n=1"}
+    by_tau = {point["setting"].split("tau ")[1][0]: point for point in found["points"] if point["model"] == "n=1"}
     assert by_tau["2"]["chosen_by"] > 3 * abs(by_tau["2"]["distance"]["high"])
     assert (tmp_path / "out" / "frontier.png").stat().st_size > 1000
     ours, _, text = tables(tmp_path / "out")["Nearest the text"]
@@ -221,7 +221,13 @@ def test_a_sweep_is_a_frontier(tmp_path: Path, chain: Path) -> None:
     own, described = one["described"], ("entropy_nats", "distinct_beginnings", "memorised_16_grams")
     assert own == {"entropy_nats": entropy, **{name: score.value for name, score in second.items()}}
     figures = [str(second["energy_distance"]), "-", *(f"{own[n]:.3g}" for n in described)]
-    assert [*ours.values()] == ["n=1", "4", "0.5", *figures, "sampler ancestral, temperature 0, tau 1"]
+    assert [*ours.values()] == [
+        "n=1",
+        "4",
+        "0.5",
+        *figures,
+        "sampler ancestral, temperature 0, tau 1, order_temperature 2",
+    ]
     assert [*text.values()][:5] == ["the text itself", "-", "-", str(floor), "-"]
     assert "n=1 beats 1 of 1" in (tmp_path / "out/report.html").read_text()
     write_rows(tmp_path / "unknown" / "s.jsonl", rows)

@@ -270,6 +270,8 @@ def test_the_floor_of_a_sorted_text_is_that_of_any_other() -> None:
     floor = Ruler(text, 200, None).floor["energy_distance"]
     assert floor.low < 0 < floor.high
     assert len(Ruler(text, 150, None).vectors) == 150, "as many rows as there are samples"
+    with pytest.raises(UsageError, match="got 127; expected at least 128"):
+        Ruler(text, 127, None)
     with pytest.raises(UsageError, match="got 200; expected at least 256"):
         Ruler(replace(text, rows=text.rows[:200]), 200, None)
 
