@@ -212,6 +212,8 @@ def test_samples_of_a_bf16_backbone_are_certified_in_bf16(
         options = {"training__num_steps": 2, "model__backbone__dtype": dtype}
         train(backbone_run(qwen, student, **options), store, tmp_path / dtype)
         assert command(tmp_path / dtype, "--num", 20, "--length", 24, "--out", out) == 0
+    passes = [record["verifier_nfe"] for record in read(samples["float32"] / "samples.jsonl")]
+    assert f"{student}, {torch.tensor(passes).float().mean():.1f} NFE" in capsys.readouterr().err
     assert certify(samples["float32"], qwen) == 0
     capsys.readouterr()
     assert certify(samples["bfloat16"], qwen) == 0

@@ -273,6 +273,8 @@ def test_who_is_nearest_and_who_beats_whom(tmp_path: Path, monkeypatch: pytest.M
     assert sentence.startswith("a beats 1 of 5 settings of b ")
     assert list(nearest(points)) == [("b", 2), ("a", 4), ("b", 4), ("b", 8)]
     assert nearest(points)["b", 8] is better[2], "by the half that chooses"
+    table = frontier._nearest_table([replace(points[0], passes=51.68)], "energy_distance", Estimate(0.1, 0, 1), 128)
+    assert table.rows[0][1] == "51.7"
     assert pareto([(2.0, 3.0), (1.0, 5.0), (3.0, 4.0), (4.0, 2.0), (2.0, 2.0)]) == [(1.0, 5.0), (2.0, 2.0)]
     drawn = []
 
