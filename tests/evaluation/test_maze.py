@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 from dataclasses import asdict
@@ -17,6 +18,7 @@ from benchmarks import maze_task
 from benchmarks.dense_noise import DenseNoise
 from evaluation import passes
 from evaluation.maze import Maze, maze_success, moves_of_words, teacher_decode
+from evaluation.score import wilson_interval
 from evaluation.text.reading import JudgeModel
 from shards.errors import GdistillError, UsageError
 from tests.commands import call
@@ -89,15 +91,48 @@ def test_details_of_success_by_hand() -> None:
 # What the benchmark of the maze compares with: the optimum, and the teacher's own decode.
 
 
-def test_optimum_by_hand() -> None:
-    """Rows 00 and 11: one step guesses both tokens alone; of two steps half the draws are one step."""
-    twins, even = np.array([[0, 0], [1, 1]]), np.array([0.5, 0.5])
-    for num_steps, expected in ((1, 0.5), (2, 0.75)):
-        assert maze_task.optimal_success(twins, even, num_steps)[0] == pytest.approx(expected)
-    factorised = np.array([[a, b] for a in range(2) for b in range(3)])
-    assert maze_task.optimal_success(factorised, np.full(6, 1 / 6), 1)[0] == pytest.approx(1.0)
+def test_optimum_by_enumeration() -> None:
+    """Every way to divide four tokens over three steps, each row of the language by itself."""
+    language = np.array([[0, 1, 2, 0], [0, 2, 1, 1], [1, 1, 1, 0], [2, 1, 2, 2], [2, 0, 1, 2]])
+    weights, chances = np.array([0.1, 0.2, 0.3, 0.25, 0.15]), maze_task.step_probabilities(3)
+    expected = np.zeros(5)
+    for steps in map(np.array, itertools.product(range(3), repeat=4)):
+        for number, row in enumerate(language):
+            chance, fits = chances[steps].prod(), np.ones(5, dtype=bool)
+            for step in sorted(set(steps)):
+                shares, open_places = weights * fits / weights[fits].sum(), steps == step
+                agree = language == row
+                chance *= (shares @ agree)[open_places].prod()
+                fits &= agree[:, open_places].all(axis=1)
+            expected[number] += chance
+    total, each = maze_task.optimal_success(language, weights, 3)
+    assert each == pytest.approx(expected) and total == pytest.approx(expected.sum())
     ids = {"<eos>": 1, "up": 2, "left": 4}
     assert maze_task.rows_of_paths([("up", "left")], 4, ids).tolist() == [[2, 4, 1, 1]]
+    factorised = np.array([[a, b] for a in range(2) for b in range(3)])
+    assert maze_task.optimal_success(factorised, np.full(6, 1 / 6), 1)[0] == pytest.approx(1.0)
+
+
+def test_a_cell_pools_samples_not_runs() -> None:
+    """2 of 2 and 1 of 8 samples: 3 of 10, not the mean of 1.0 and 0.125."""
+    runs = ([ROUND, OTHER], [ROUND] + [None] * 7)
+    scores = [maze_success(TWO_WAYS, run, TEACHER, "teacher") for run in runs]
+    agreements = [
+        maze_task.teacher_agreement([[0, 1], [0, 1]], torch.tensor([[0, 1], [0, 2]])),
+        maze_task.teacher_agreement([[0, 2]] * 8, torch.tensor([[0, 2]] * 6 + [[0, 1]] * 2)),
+    ]
+    with pytest.raises(GdistillError, match="one teacher row per sample"):
+        maze_task.teacher_agreement([[0, 1]], torch.tensor([[0, 1], [0, 2]]))
+    cell = maze_task.pool(scores, agreements)
+    assert cell["success"] == pytest.approx(0.3) and cell["num_samples"] == 10
+    assert cell["interval_95"] == pytest.approx(wilson_interval(3, 10))
+    assert cell["success_by_run"] == [1.0, 0.125]
+    assert cell["num_distinct_paths"] == 1  # the least that any run shows
+    assert cell["num_paths_in_language"] == 2
+    assert cell["equal_to_teacher_decode"] == pytest.approx(0.7)
+    assert cell["equal_interval_95"] == pytest.approx(wilson_interval(7, 10))
+    first, second = 0.5 * (0.25 + 0.25), 0.5 * (abs(1 / 8 - 0.75) + 0.25 + 7 / 8)
+    assert cell["total_variation_to_teacher"] == pytest.approx((first + second) / 2)
 
 
 def bigram(*shares: list[float]) -> Any:

@@ -57,6 +57,22 @@ def test_frozen_orders(chunks_at_once: int, monkeypatch: pytest.MonkeyPatch) -> 
     assert len(np.unique(random_bits(7, np.array([1, 1 + (1 << 32), 1 << 32])))) == 3
 
 
+@pytest.mark.parametrize("lanes", [0, 16])
+def test_epoch_and_seed_move_the_chunks_and_the_rows_in_them(lanes: int) -> None:
+    def order(seed: int, epoch: int) -> np.ndarray:
+        whole = WholeOrder(1024, 8, seed, epoch)
+        return order_rows(LaneOrder(1024, 8, seed, epoch, lanes) if lanes else whole, 1024)
+
+    first = order(1, 0)
+    assert np.array_equal(first, order(1, 0))
+    for other in (order(1, 1), order(2, 0)):
+        # Of random permutations a place agrees with probability 1 / 128, or 1 / 8 in a chunk.
+        assert np.mean(first // 8 == other // 8) < 0.05
+        assert np.mean(first % 8 == other % 8) < 0.25
+        inside = [np.array([o[o // 8 == k] % 8 for k in range(128)]) for o in (first, other)]
+        assert np.mean(inside[0] == inside[1]) < 0.25
+
+
 @pytest.mark.parametrize(("num_rows", "lanes"), [(1000, 4), (1024, 16), (1021, 7), (50, 50)])
 def test_any_positions_in_any_grouping_and_their_last_need(num_rows: int, lanes: int) -> None:
     """The last position of a run of a chunk is the one that needs it last."""
