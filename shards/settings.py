@@ -23,6 +23,7 @@ import subprocess
 import tomllib
 import types
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import MISSING
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
@@ -134,9 +135,14 @@ def from_mapping(config_class: type[Config], values: Mapping[str, Any], where: s
 
 def _convert(hint: Any, value: Any, where: str) -> Any:
     origin, arguments = get_origin(hint), get_args(hint)
-    if origin in (Union, types.UnionType):  # an optional value
-        present = next(each for each in arguments if each is not type(None))
-        return None if value is None or value == "none" else _convert(present, value, where)
+    if origin in (Union, types.UnionType):
+        if value is None or (value == "none" and type(None) in arguments):
+            return None
+        *others, last = (each for each in arguments if each is not type(None))
+        for option in others:
+            with suppress(UsageError):
+                return _convert(option, value, where)
+        return _convert(last, value, where)
     if dataclasses.is_dataclass(hint) and isinstance(value, Mapping):
         return from_mapping(hint, value, where)  # type: ignore[arg-type]
     if origin is tuple and isinstance(value, list | tuple):

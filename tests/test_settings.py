@@ -54,6 +54,8 @@ class Outer:
     sizes: tuple[int, ...] = (1, 2)
     on: bool = False
     inner: Inner = field(default_factory=Inner)
+    mixed: int | str = 3
+    either: int | float | None = None
 
 
 def test_one_declaration_is_the_table() -> None:
@@ -63,6 +65,8 @@ def test_one_declaration_is_the_table() -> None:
         "top.place": ["top.place = none    (str | none)", "    Where, over two lines."],
         "top.sizes": ["top.sizes = [1, 2]    (list of int)"],
         "top.on": ["top.on = false    (bool)"],
+        "top.mixed": ["top.mixed = 3    (int | str)"],
+        "top.either": ["top.either = none    (int | float | none)"],
         "top.inner.share": ["top.inner.share = 0.5    (float in (0, 1])", "    A share."],
         "top.inner.rows": ["top.inner.rows = none    (int | none in [1, 9))"],
     }
@@ -78,7 +82,7 @@ def test_one_declaration_is_the_table() -> None:
         ("name=2.0", "unknown value"),
         ("zzzz=1", "known keys: .*'sizes'"),
         *((o, "wrong type") for o in ("inner.rows=2.5", "inner.rows=true", "inner.share=true")),
-        *((o, "wrong type") for o in ("sizes=3", "inner=3")),
+        *((o, "wrong type") for o in ("sizes=3", "inner=3", "mixed=2.5", "either=a")),
         *((o, "malformed override") for o in ("inner..share=1", ".rows=3", "rows.=3", "name")),
     ],
 )
@@ -95,6 +99,10 @@ def test_values_are_read_as_toml_and_later_ones_win() -> None:
     plain = json.loads(json.dumps(to_mapping(made)))
     assert resolve(Outer, plain) == made
     assert resolve(Outer, plain, overrides=["inner.rows=none"]).inner == Inner(1.0)
+    for text, mixed, either in (("none", "none", None), ("x", "x", None), ("4", 4, 4)):  # every type of a union
+        found = resolve(Outer, plain, overrides=[f"mixed={text}", f"either={either or 'none'}"])
+        assert (found.mixed, found.either) == (mixed, either)
+    assert resolve(Outer, plain, overrides=["either=0.5"]).either == 0.5
     with pytest.raises(UsageError, match=r"incomplete config.*name"):
         resolve(Outer)  # what is required is asked for
     assert flatten({"a": {"b": 1, "c": {}}, "d": {}}) == {"a.b": 1, "a.c": {}, "d": {}}, "an empty table is a value"

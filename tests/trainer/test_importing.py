@@ -6,6 +6,7 @@ Hostile and damaged ones: one error line each, nothing executed, nothing written
 from __future__ import annotations
 
 import collections
+import contextlib
 import json
 import os
 import pickle
@@ -338,3 +339,17 @@ def test_every_one_is_one_line(name: str, tmp_path: Path, monkeypatch: pytest.Mo
         import_checkpoint(path, tmp_path / "out", ema="EMA" in name)
     assert "\n" not in str(caught.value) and len(str(caught.value)) < 2000
     assert {path.name for path in tmp_path.iterdir()} == {"bad.ckpt"}
+
+
+def test_a_pickle_cannot_change_torch(tmp_path: Path) -> None:
+    """Attributes set on a named function would outlive the file."""
+    function = torch._utils._rebuild_tensor_v2
+    before, defaults = dict(vars(function)), function.__defaults__
+    stream = b"\x80\x02}X\x01\x00\x00\x00aNctorch._utils\n_rebuild_tensor_v2\n"
+    stream += b"}X\x08\x00\x00\x00poisonedI1\nsb0s."
+    path = tmp_path / "odd.ckpt"
+    torch.save(small_checkpoint(), path)
+    with_pickle(stream)(path)
+    with contextlib.suppress(GdistillError):
+        read_checkpoint(path)
+    assert (vars(function), function.__defaults__) == (before, defaults)

@@ -383,10 +383,14 @@ def test_linked_files_are_read_as_caches_of_downloads_have_them(store: Path, tmp
     assert open_location(store).sizes() == sizes
 
 
-def test_a_resource_that_is_no_array_of_zarr_3_is_never_opened(store: Path, tmp_path: Path) -> None:
-    replace_file(store, "resources/evil/.zarray", b'{"zarr_format": 2, "dtype": "|O", "filters": [{"id": "pickle"}]}')
+def test_a_resource_of_zarr_2_that_would_unpickle_is_never_opened(store: Path, tmp_path: Path) -> None:
+    old = {"zarr_format": 2, "shape": [1], "chunks": [1], "dtype": "|O", "compressor": None}
+    old |= {"filters": [{"id": "pickle", "protocol": 5}], "order": "C", "fill_value": None}
+    replace_file(store, "resources/evil/.zarray", json.dumps(old).encode())
+    replace_file(store, "resources/evil/0", b"cos\nsystem\n(S'touch planted'\ntR.")
     assert "evil" not in open_store(store).resources
     use(store, tmp_path / "out")
+    assert not Path("planted").exists()
 
 
 def test_files_of_a_store_without_tails_are_told_apart(tmp_path: Path) -> None:
