@@ -330,7 +330,7 @@ def _check_splits(manifest: Manifest) -> None:
         _require_int(f"splits.{split}", rows, 0, MAX_SHARDS * per_shard)
         shards += manifest.num_shards(split)
     most = min(MAX_SHARDS, MAX_SHARD_FILES // len(manifest.all_arrays))
-    if shards > most:
+    if shards > most or len(manifest.splits) > MAX_SHARDS:
         raise UsageError("too many shards", where="splits", got=shards, expected=f"at most {most}")
 
 

@@ -80,6 +80,13 @@ def test_what_is_read_is_what_was_asked_for(sound: Path, tmp_path: Path) -> None
             rows.read_chunk(chunk)
 
 
+def test_splits_without_rows_are_counted_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shards.store.manifest.MAX_SHARDS", 4)
+    cases.make_manifest(splits=dict.fromkeys("stuv", 0))
+    with pytest.raises(UsageError, match="too many shards"):
+        cases.make_manifest(splits=dict.fromkeys("stuvw", 0))
+
+
 def test_a_large_resource_is_kept_in_chunks_of_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     value = np.arange(cases.VOCAB * 4, dtype=np.float32).reshape(cases.VOCAB, 4)
     resources = {**cases.make_resources(), "lm_head": value}
