@@ -65,7 +65,7 @@ def run_jobs(jobs: Sequence[Job], num_parallel: int, report: Callable[[float, st
             are ended; what they finished stays, and the same call goes on. A SIGTERM ends all too.
     """
     threads = max(1, (os.cpu_count() or 1) // num_parallel)
-    environment = os.environ | {"OMP_NUM_THREADS": str(threads)}
+    environment = {"OMP_WAIT_POLICY": "passive"} | os.environ | {"OMP_NUM_THREADS": str(threads)}  # none spins
     waiting, running, finished = list(jobs), dict[Job, "subprocess.Popen[bytes]"](), 0
     try:
         with StopRequest(signal.SIGTERM).listening() as stop:
