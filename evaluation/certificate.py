@@ -414,11 +414,12 @@ def certify_samples(samples: Path, teacher: str, out: Path | None, device: str) 
         GdistillError: When a verified sample is not the teacher's, or a file is damaged.
     """
     files = [read_drawn(file) for file in find_sample_files(samples)]
+    folder = samples if samples.is_dir() else samples.parent
     place, found, broken = resolve_device(device), {}, []
     for drawn in files:
         model = load_verifier(teacher, drawn.vocab_size, place, drawn.dtype)
         result = certify_file(drawn, model)
-        found[visible(drawn.source.name)] = {
+        found[visible(drawn.source.relative_to(folder).as_posix())] = {
             "sampler": drawn.sampler,
             "tau": drawn.tau,
             "given_is_checked": drawn.given_is_checked,
@@ -433,9 +434,8 @@ def certify_samples(samples: Path, teacher: str, out: Path | None, device: str) 
         )
         if drawn.is_verified and result.num_mismatches:
             broken.append((drawn.source, result.mismatches[0]))
-    folder = out or (samples if samples.is_dir() else samples.parent)
-    require_writable(folder)
-    write_json_atomic(folder / "certificate.json", found)
+    require_writable(out or folder)
+    write_json_atomic((out or folder) / "certificate.json", found)
     for file, first in broken:
         what, got = "a verified sample is not the teacher's", f"token {first.token}"
         where = f"{file}: sample {first.index}, position {first.position}"

@@ -18,7 +18,7 @@ import typer
 
 from evaluation.figures import TEACHER, figure_file, look
 from evaluation.report import Table, write_report
-from evaluation.samples import SampleSet, drawn_with, find_sample_files, named_folder, read_samples
+from evaluation.samples import SAMPLER_FIELDS, SampleSet, find_sample_files, named_folder, read_samples
 from evaluation.text.distance import Estimate, Rows, naive_samples, require_enough, unigram_entropy_nats
 from evaluation.text.reading import Judging, readings_folder
 from evaluation.text.reference import ReferenceText, Ruler
@@ -27,8 +27,6 @@ from shards.console import progress_bar
 from shards.errors import UsageError
 from shards.settings import code_version
 
-SHOWN_SETTINGS = ("sampler", "decision", "temperature", "tau", "nucleus_p", "order_temperature")
-
 
 @dataclass(frozen=True)
 class Point:
@@ -36,7 +34,7 @@ class Point:
 
     Attributes:
         model: Name of the run.
-        setting: What of the sampler differs between the run's files.
+        setting: Of its sampler.
         passes: Forward passes per sequence.
         processor_seconds: Per sequence; None where the file does not say.
         chosen_by: Distance of the first half of the samples.
@@ -55,27 +53,26 @@ class Point:
     described: Mapping[str, float]
 
 
-def read_point(model: str, samples: SampleSet, ruler: Ruler) -> Point:
-    """Measure one file, its halves apart.
+def read_point(model: str, samples: SampleSet, ruler: Ruler, half: int) -> Point:
+    """Measure two halves of a file apart, as large as those of the others: few rows are further from any text.
 
     Raises:
         UsageError: For rows without a number of passes.
     """
     if samples.nfe_mean is None:
         raise UsageError("samples without a number of forward passes", where=samples.source)
-    rows = ruler.text.rows_of(samples)
-    texts = samples.require_texts() if ruler.judging is not None else None
+    rows = ruler.text.rows_of(samples)[: 2 * half]
+    texts = samples.require_texts()[: 2 * half] if ruler.judging is not None else None
     first, second = (
         ruler.measure(rows[n::2], None if texts is None else ruler.features_of(texts[n::2])) for n in (0, 1)
     )
     perplexity = None
     if ruler.judging is not None and texts is not None:
         perplexity = ruler.judging.perplexity(texts[1::2], where=samples.source).value
-    facts = {**drawn_with(samples), **samples.sampler}
-    entropy = float(np.mean([unigram_entropy_nats(row) for row in samples.tokens[1::2]]))
+    entropy = float(np.mean([unigram_entropy_nats(row) for row in samples.tokens[1 : 2 * half : 2]]))
     return Point(
         model,
-        ", ".join(f"{k} {facts[k]}" for k in SHOWN_SETTINGS if facts.get(k) is not None),
+        ", ".join(f"{k} {samples.sampler[k]}" for k in SAMPLER_FIELDS if samples.sampler.get(k) is not None),
         samples.nfe_mean,
         samples.processor_seconds_mean,
         first[ruler.ranking].value,
@@ -103,7 +100,7 @@ def pareto(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
 
 
 def dominance(points: Sequence[Point]) -> list[str]:
-    """One sentence per pair of models: what one beats of the other in both, in no more passes."""
+    """One sentence per pair of models: what one beats of the other, in no more passes."""
 
     def beats(ours: Point, theirs: Point) -> bool:
         return (
@@ -116,8 +113,9 @@ def dominance(points: Sequence[Point]) -> list[str]:
     for one, other in permutations(dict.fromkeys(p.model for p in points), 2):
         ours, theirs = ([p for p in points if p.model == name] for name in (one, other))
         if beaten := sum(any(beats(p, q) for p in ours) for q in theirs):
-            what = f"{one} beats {beaten} of {len(theirs)} settings of {other}"
-            sentences.append(f"{what} in distance and perplexity, in no more passes.")
+            what = f"{one} beats {beaten} of {len(theirs)} settings of {other} in distance"
+            what += "" if theirs[0].perplexity is None else " and perplexity"
+            sentences.append(f"{what}, in no more passes.")
     return sentences
 
 
@@ -147,7 +145,7 @@ def frontier(
     points = []
     with progress_bar("frontier", len(sets), unit="files") as bar:
         for name, samples in sets:
-            points.append(read_point(name, samples, ruler))
+            points.append(read_point(name, samples, ruler, half))
             bar.advance(1)
     floor = ruler.floor[ruler.ranking]
     table = _nearest_table(points, ruler.ranking, floor, ruler.num_rows)
@@ -156,7 +154,7 @@ def frontier(
     page = write_report(
         out,
         title="Distance from the text",
-        summary=" ".join(sentences) or "No model beats a setting of another in both.",
+        summary=" ".join(sentences) or "No model beats a setting of another.",
         tables=[table],
         figures=[("Each model where it is nearest; every setting, and the frontier; down and left is better", figure)],
         results={
@@ -187,7 +185,7 @@ def _nearest_table(points: Sequence[Point], ranking: str, floor: Estimate, num: 
     note = (
         "Passes (a verifier's, where one reads all drafts) and CPU s per sequence. Distance from "
         f"{num} held-out rows [95% jackknife interval over samples]; settings chosen on the other half of the "
-        "samples. Beginnings: share that no other sample has. 16-grams: share found in the training rows."
+        "samples. Beginnings: share that no earlier sample has. 16-grams: share found in the training rows."
     )
     return Table("Nearest the text", header, tuple(rows), notes=(note,))
 
@@ -229,6 +227,8 @@ def check_scores(
     """Samplers without a parameter against the text: which scores they win, so rank nothing."""
     real = None if samples is None else read_samples(find_sample_files(samples)[0])
     require_enough(num, "--num")
+    if real is not None:
+        require_enough(len(real.tokens), real.source)
     require_writable(out)
     length = None if real is None else max(map(len, real.tokens))
     text = ReferenceText.read(data, 2 * num, length)
@@ -238,9 +238,9 @@ def check_scores(
     ruler = Ruler(text, num, judging)
     sets: dict[str, Rows] = {"the text itself": ruler.own_rows}
     if real is not None:
-        sets[f"student: {real.name}"] = real.tokens
+        sets[f"student: {real.name}"] = text.rows_of(real)
     honest = list(sets)
-    drawn = naive_samples(text.training, ruler.num_rows)
+    drawn = naive_samples(text.training[:, :length], ruler.num_rows)
     sets |= {name: rows.tolist() for name, rows in drawn.items()}
     scores = {name: _all_scores(rows, ruler) for name, rows in sets.items()}
     if judging is not None:  # its own rows are among the typical ones, and among MAUVE's references

@@ -20,7 +20,7 @@ import typer
 from evaluation.samples import DataRows, SampleSet, read_data_rows, read_records, short
 from evaluation.score import PerSample, Score, range_text
 from evaluation.text.reading import Judging
-from shards.atomic import write_bytes_atomic
+from shards.atomic import require_writable, write_bytes_atomic
 from shards.errors import GdistillError, UsageError
 
 
@@ -172,12 +172,13 @@ def filled_spans(tokenizer: Any, tokens: Sequence[int], masked: Sequence[int], t
 def rows(
     data: Annotated[Path, typer.Argument(help="Store or tokens/ folder of gdistill-extract.")],
     out: Annotated[Path, typer.Option(help="File for gdistill-sample --infill.")] = Path("infill.jsonl"),
-    num: Annotated[int, typer.Option(help="Rows.")] = 300,
+    num: Annotated[int, typer.Option(min=1, help="Rows.")] = 300,
     masked: Annotated[int, typer.Option(help="Positions masked in each, uniformly.")] = 32,
     split: Annotated[str, typer.Option(help="Split of the data.")] = "validation",
-    seed: Annotated[int, typer.Option(help="Of the positions.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Of the positions.")] = 0,
 ) -> None:
     """Write rows to fill: 300 of the validation split with 32 positions masked, as in the paper."""
+    require_writable(out.parent)
     made = make_infill_rows(read_data_rows(data, split, num), num, masked, seed)
     lines = (json.dumps({"tokens": row.tokens, "masked": row.masked}) + "\n" for row in made)
     write_bytes_atomic(out, "".join(lines).encode())

@@ -13,7 +13,6 @@ from evaluation.samples import read_data_rows
 from evaluation.score import Score
 from shards.atomic import require_writable
 from shards.console import run_command
-from shards.errors import UsageError
 from shards.settings import code_version
 
 
@@ -25,9 +24,9 @@ def perplexity(
         typer.Option(help="Noise of a conditioned student: the store's, drawn anew, or both (all)."),
     ] = "all",
     split: Annotated[str, typer.Option(help="Split of the data.")] = "validation",
-    rows: Annotated[int | None, typer.Option(help="At most so many rows.")] = None,
-    draws: Annotated[int, typer.Option(help="Times, masks and noise drawn for each row.")] = 1,
-    batch_size: Annotated[int, typer.Option(help="Rows at a time; changes no number.")] = 16,
+    rows: Annotated[int | None, typer.Option(min=1, help="At most so many rows.")] = None,
+    draws: Annotated[int, typer.Option(min=1, help="Times, masks and noise drawn for each row.")] = 1,
+    batch_size: Annotated[int, typer.Option(min=1, help="Rows at a time; changes no number.")] = 16,
     seed: Annotated[int, typer.Option(help="Of times, masks and noise.")] = 0,
     out: Annotated[Path, typer.Option(help="Where to write.")] = Path("perplexity"),
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
@@ -38,9 +37,6 @@ def perplexity(
     from shards.store.manifest import MANIFEST_FILE
     from trainer.students.folder import open_model
 
-    for name, value in (("--draws", draws), ("--batch-size", batch_size), ("--rows", rows)):
-        if value is not None and value < 1:
-            raise UsageError("a count below 1", where=name, got=value)
     read = [(place, read_data_rows(place, split, rows)) for place in data]
     require_writable(out)
     folder = open_model(model, resolve_device(device))

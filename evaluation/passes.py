@@ -99,36 +99,6 @@ def read_text(tokenizer: Any, tokens: Int[Tensor, "l"], passes: list[int]) -> Se
     return Settled(tuple(pieces), tuple(passes))
 
 
-def column_of(
-    name: str, student: Student, samplers: Mapping[str, Sampler], num_samples: int, seed: int, read: Any
-) -> Column:
-    """Rows 0 .. num_samples - 1 of a student at every budget.
-
-    Args:
-        name: What it is called.
-        student: An MDLM in evaluation mode.
-        samplers: Budget -> sampler.
-        num_samples: Rows.
-        seed: As of the samples.
-        read: Makes a :class:`Settled` of tokens and passes.
-    """
-    role: Role = "noise" if student.is_conditioned else "plain"
-    samples = {
-        budget: [read(*settle(student, sampler, n, seed)) for n in range(num_samples)]
-        for budget, sampler in samplers.items()
-    }
-    return Column(name, role, samples)
-
-
-def teacher_column(model: Any, first_token: int, row_length: int, num_samples: int, seed: int, read: Any) -> Column:
-    """What the teacher writes from the same noise, one token a pass."""
-    ids = torch.arange(num_samples)
-    noise = sampling_noise(seed, ids, row_length, model.config.vocab_size)
-    rows = teacher_decode(model, torch.full((num_samples,), first_token), noise, row_length)
-    passes = list(range(row_length))
-    return Column("teacher", "teacher", {"own": [read(row, passes) for row in rows]})
-
-
 def read_moves(maze: Maze, words: Sequence[str], tokens: Int[Tensor, "l"], passes: list[int]) -> Settled:
     """A row of a maze, which says whether it reaches the target."""
     pieces = [words[int(token)] for token in tokens]
@@ -197,18 +167,21 @@ def passes(
     columns = []
     with progress_bar("passes", len(opened) + (teacher is not None), unit="models") as bar:
         for name, model in opened.items():
-            settings_of = {"decision": "argmax", "tau": 1.0} if model.student.is_conditioned else {}
-            samplers = {
-                str(budget): make_sampler(sampler, **{"nfe": budget, **settings_of, **own})
-                for budget in parse_budgets("--nfe", nfe)
-            }
-            columns.append(column_of(name, model.student, samplers, num, seed, read))
+            student, samples = model.student, {}
+            settings_of = {"decision": "argmax", "tau": 1.0} if student.is_conditioned else {}
+            for budget in parse_budgets("--nfe", nfe):
+                chosen = make_sampler(sampler, **{"nfe": budget, **settings_of, **own})
+                samples[str(budget)] = [read(*settle(student, chosen, n, seed)) for n in range(num)]
+            columns.append(Column(name, "noise" if student.is_conditioned else "plain", samples))
             bar.advance(1)
         if teacher is not None:
             from evaluation.text.reading import load_judge
 
             network, length = load_judge(teacher).model, first.config.row_length
-            columns.append(teacher_column(network, first.config.require_first_token(), length, num, seed, read))
+            noise = sampling_noise(seed, torch.arange(num), length, network.config.vocab_size)
+            begun = torch.full((num,), first.config.require_first_token())
+            written = [read(row, [*range(length)]) for row in teacher_decode(network, begun, noise, length)]
+            columns.append(Column("teacher", "teacher", {"own": written}))
             bar.advance(1)
     about = (
         "Every student fills a whole row in few passes; the teacher writes one token a pass. "

@@ -167,6 +167,7 @@ class DataRows:
         vocab_size: V, entries of the tokenizer.
         bos_id: Token at the start of a row of the ``bos`` conventions; None without one.
         counted: Of conversations in a store: the assistant's tokens; None where all count.
+        tokenizer_sha256: Of the tokenizer that wrote them, where it is known.
     """
 
     rows: Int[np.ndarray, "n l"]
@@ -175,6 +176,7 @@ class DataRows:
     vocab_size: int
     bos_id: int | None = None
     counted: Bool[np.ndarray, "n l"] | None = None
+    tokenizer_sha256: str | None = None
 
 
 def read_data_rows(place: Path, split: str = "validation", max_rows: int | None = None) -> DataRows:
@@ -197,7 +199,8 @@ def read_data_rows(place: Path, split: str = "validation", max_rows: int | None 
             names = ["tokens", *({"counted"} & facts.arrays.keys())]
             found = store.split(split, names).read_rows(0, num_rows)
             counted = found["counted"].astype(bool) if "counted" in found else None
-            of = str(facts.tokens.get("fingerprint", "")), facts.vocab_size, facts.bos_id, counted
+            digest = facts.tokenizer.get("sha256")
+            of = str(facts.tokens.get("fingerprint", "")), facts.vocab_size, facts.bos_id, counted, digest
             return _data_rows(folder, split, found["tokens"], *of)
         if (folder / TOKENS_FILE).is_file():
             from pipeline.tokens.dataset import TokenDataset  # waits for transformers
@@ -206,7 +209,8 @@ def read_data_rows(place: Path, split: str = "validation", max_rows: int | None 
             counts = {name: dataset.num_rows(name) for name in dataset.splits}
             num_rows = _num_rows(folder, split, counts, max_rows)
             rows = dataset.read_rows(split, 0, num_rows)
-            facts = dataset.fingerprint, dataset.vocab_size, dataset.bos_id
+            digest = (dataset.record["tokenizer"] or {}).get("sha256")
+            facts = dataset.fingerprint, dataset.vocab_size, dataset.bos_id, None, digest
             return _data_rows(folder.parent, split, rows, *facts)
     got, remedy = f"neither {MANIFEST_FILE} nor {TOKENS_FILE}", "check the path"
     expected = "a store or a folder tokens/ of gdistill-extract"
@@ -314,6 +318,13 @@ class SampleSet:
     def nfe_mean(self) -> float | None:
         """Mean forward passes, the verifier's where one reads all drafts; None unless every sample says its own."""
         return _mean(self.nfe if self.verifications is None else [found.passes for found in self.verifications])
+
+    def setting(self, *names: str) -> Any:
+        """A value inside the settings, of which nothing is sure; None where it is not there."""
+        found: Any = self.settings
+        for name in names:
+            found = found.get(name) if isinstance(found, Mapping) else None
+        return found
 
     def require_texts(self) -> list[str]:
         """The texts, for scores that read text.
@@ -503,7 +514,8 @@ def _read_settings(file: Path) -> dict[str, Any]:
 
 
 SAMPLER_FIELDS = (
-    "sampler", "decision", "temperature", "tau", "nucleus_p", "nucleus_rule", "block_size", "cache",
+    "sampler", "inner", "decision", "temperature", "tau", "nucleus_p", "nucleus_rule", "top_k", "confidence",
+    "order_temperature", "passes_per_block", "max_lookahead", "mixture_weight", "acceptance", "tree",
 )  # fmt: skip
 """Sampler settings that decide a score, in the order of the table."""
 
@@ -513,15 +525,7 @@ def drawn_with(samples: SampleSet) -> dict[str, Any]:
 
     What neither the file nor the ``settings.json`` beside it says is left out.
     """
-    settings = samples.settings
-
-    def part(*names: str) -> Any:
-        """A value inside the settings, of which nothing is sure; None where it is not there."""
-        found: Any = settings
-        for name in names:
-            found = found.get(name) if isinstance(found, Mapping) else None
-        return found
-
+    part = samples.setting
     student, conditioning = part("student"), part("student_config", "conditioning")
     if isinstance(conditioning, str) and conditioning != "none":
         student = f"{student} + {conditioning}"
@@ -531,10 +535,10 @@ def drawn_with(samples: SampleSet) -> dict[str, Any]:
         "weights_sha256": part("identity", "weights_sha256"),
         **{name: samples.sampler.get(name) for name in SAMPLER_FIELDS},
         "nfe": samples.sampler.get("nfe") or samples.nfe_mean,
-        "precision": settings.get("precision"),
+        "precision": part("precision"),
         "seed": samples.seed,
         "tokens": range_text(map(len, samples.tokens)),
         "data": fingerprint if isinstance(fingerprint, str) else None,
-        "code_version": settings.get("code_version"),
+        "code_version": part("code_version"),
     }
     return {name: value for name, value in known.items() if value is not None}

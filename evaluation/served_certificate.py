@@ -43,6 +43,8 @@ NOISES = {"murmur3": torch.float32, "murmur3-float64": torch.float64}
 """Streams by name, and the precision of their variates."""
 TIMEOUT_S = 600
 """That one answer may take."""
+LEAST_TEMPERATURE = 0.01
+"""vLLM draws at this one where a lower one is asked for; 0 is greedy."""
 LEAST_P = 0.05
 """A law test that comes out less likely convicts: a right engine passes 19 of 20 times."""
 TIES = {"float32": 2e-5, "bfloat16": 0.05}
@@ -312,6 +314,8 @@ def read_answers(file: Path, tokenizer: Any, noise: str | None = None) -> list[A
             what, got = "not a kept answer", f"{type(error).__name__}: {error}"
             expected = '{"request": the body sent, "answer": the JSON that came back}'
             raise GdistillError(what, where=where, got=got, expected=expected) from error
+    if not any(answer.tokens for answer in found):
+        raise UsageError("no answer has a token, so there is nothing to certify", where=file)
     return found
 
 
@@ -335,6 +339,7 @@ def answers_of(
     request = {name: value for name, value in request.items() if value is not None}
     seed, num = request.get("seed", answer.get("seed")), int(request.get("n", 1))
     temperature = float(request.get("temperature", 1.0))
+    temperature = max(temperature, LEAST_TEMPERATURE) if temperature else 0.0
     if noise and seed is None and temperature:
         remedy = "send one with the request, or serve with make serve, which returns it"
         raise UsageError("the answer does not say its seed", where=where, remedy=remedy)

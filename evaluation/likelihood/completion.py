@@ -23,7 +23,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from evaluation.likelihood.validation import prior_noise
+from evaluation.likelihood.validation import prior_noise, require_likelihood
 from shards.errors import UsageError
 from shards.settings import derive_seed
 from trainer.students.registry import AR, BD3LM, Student
@@ -53,6 +53,7 @@ class CompletionScorer:
     seed: int = 0
 
     def __post_init__(self) -> None:
+        require_likelihood(self.student)
         for name in ("num_draws", "num_masks"):
             if getattr(self, name) < 1:
                 raise UsageError("a count below 1", where=name, got=getattr(self, name))

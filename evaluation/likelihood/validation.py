@@ -20,7 +20,14 @@ from shards.stream.stream import RowBatch
 from trainer.objective.batch import Batch, BatchMaker
 from trainer.objective.corruption import FULL
 from trainer.sampling.noise import RowNoise, sampling_noise
-from trainer.students.registry import AR, Student
+from trainer.students.registry import AR, MDLM, Student
+
+
+def require_likelihood(student: Student) -> None:
+    """Refuse (UsageError) a student that only drafts for another model."""
+    if not isinstance(student, AR | MDLM):
+        what, expected = "this student gives no text a likelihood", "an MDLM, BD3-LM or AR student"
+        raise UsageError(what, where="student", got=type(student).__name__, expected=expected)
 
 
 def prior_noise(student: Student, row_ids: Int[Tensor, "b"], row_length: int, seed: int, draw: int = 0) -> RowNoise:
@@ -116,6 +123,7 @@ def validation_perplexity(
 
 
 def _check(student: Student, data: DataRows, noise: NoiseSource, store: Path | None) -> None:
+    require_likelihood(student)
     config, wrong = student.config, None
     if data.rows.shape[1] != config.row_length:
         wrong = ("rows", f"{data.rows.shape[1]} tokens", f"{config.row_length}, the student's")

@@ -149,23 +149,20 @@ def text_features(judge: JudgeModel, texts: Sequence[str], max_tokens: int, fold
     Args:
         judge: The model and its tokenizer.
         texts: The texts.
-        max_tokens: Texts are truncated to this many tokens; 1 to the judge's context.
+        max_tokens: Texts are truncated to this many tokens, at most the judge's context.
         folder: Where features are kept by content; None keeps none.
 
     Raises:
-        UsageError: For another limit, or a model that is all head.
+        UsageError: For a model that is all head.
         GdistillError: When no text has a token, or features cannot be kept.
     """
-    if not 1 <= max_tokens <= judge.context_length:
-        expected = f"1..{judge.context_length}, the context of {judge.name}"
-        raise UsageError("no such limit", where="max_tokens", got=max_tokens, expected=expected)
     full = [text for text in texts if text]
     if not full:
         raise GdistillError("no text has a token", got=f"{len(texts)} empty texts")
     file = None
     if folder is not None:
         content = hashlib.sha256(canonical_json(full)).hexdigest()
-        key = {**judge.identity, "max_tokens": max_tokens, "texts_sha256": content}
+        key = {**judge.identity, "products": judge.products, "max_tokens": max_tokens, "texts_sha256": content}
         name = hashlib.sha256(canonical_json(key)).hexdigest()[:16]
         file = folder / f"{name}.features.safetensors"
     found = None if file is None else _read(file, len(full))

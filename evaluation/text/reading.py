@@ -217,13 +217,7 @@ def _read_file(file: Path) -> dict[str, JudgedText]:
 
 
 def window_starts(length: int, context: int, stride: int) -> list[tuple[int, int]]:
-    """(start, first scored position) of each window over ``length`` tokens.
-
-    Raises:
-        ValueError: Unless 0 < stride <= context.
-    """
-    if not 0 < stride <= context:
-        raise ValueError(f"need 0 < stride <= context, got stride {stride}, context {context}")
+    """(start, first scored position) of each window over ``length`` tokens; 0 < stride <= context."""
     windows = [(0, 0)]
     while windows[-1][0] + context < length:
         start = windows[-1][0] + stride
@@ -332,7 +326,8 @@ class Judging:
             remedy = "leave it out to read texts whole, up to the context"
             raise UsageError(what, where=where, got=max_tokens, expected=expected, remedy=remedy)
         limits = ReadingLimits(context, stride, max_tokens)
-        return cls(judge, limits, JudgeMemory(kept, {**judge.identity, **asdict(limits)}), kept)
+        decides = {**judge.identity, "products": judge.products, **asdict(limits)}
+        return cls(judge, limits, JudgeMemory(kept, decides), kept)
 
     @classmethod
     def load(cls, name: str, device: str | None = None, **further: Any) -> Judging:

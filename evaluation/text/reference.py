@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Int
 
-from evaluation.samples import SampleSet, read_data_rows, read_references
+from evaluation.samples import SampleSet, read_data_rows, read_references, short
 from evaluation.score import Score
 from evaluation.text.distance import (
     MIN_SAMPLES,
@@ -54,6 +54,7 @@ class ReferenceText:
         source: Where all this stands.
         tokenizer: Of a store.
         bos_id: The token in front of a store's rows, which is no part of their text.
+        tokenizer_sha256: Of the tokenizer that wrote a store's rows, where it is known.
     """
 
     rows: Rows
@@ -63,6 +64,7 @@ class ReferenceText:
     source: Path
     tokenizer: Any = None
     bos_id: int | None = None
+    tokenizer_sha256: str | None = None
 
     @classmethod
     def read(cls, place: Path, num: int | None = None, length: int | None = None) -> ReferenceText:
@@ -72,7 +74,7 @@ class ReferenceText:
         Args:
             place: A store, a run's folder, or a file with a ``text`` field.
             num: At most so many rows of a store.
-            length: Tokens of a store's rows that are looked at: as many as samples have.
+            length: Tokens of a store's held-out rows that are looked at: as many as samples have.
 
         Raises:
             UsageError: Where there is no text.
@@ -82,20 +84,20 @@ class ReferenceText:
             texts = [text for text in read_references(place) if text]
             return cls([words_of(text) for text in texts], "words", texts, None, place)
         held_out = read_data_rows(place, "validation", num)
-        training = read_data_rows(place, "train", MOST_TRAINING_ROWS).rows[:, :length]
-        rows = held_out.rows[:, :length]
+        training = read_data_rows(place, "train", MOST_TRAINING_ROWS).rows
+        rows, digest = held_out.rows[:, :length].tolist(), held_out.tokenizer_sha256
         folders = [place / name for name in ("tokenizer", "store/tokenizer", "tokens/tokenizer")]
         folder = next((folder for folder in folders if folder.is_dir()), None)
         if folder is None:
-            return cls(rows.tolist(), "tokens", None, training, place)
+            return cls(rows, "tokens", None, training, place, tokenizer_sha256=digest)
         tokenizer = find_tokenizer(folder)
-        found = cls(rows.tolist(), "tokens", [], training, place, tokenizer, held_out.bos_id)
+        found = cls(rows, "tokens", [], training, place, tokenizer, held_out.bos_id, digest)
         found.texts.extend(found.decode(found.rows))  # type: ignore[union-attr]
         return found
 
     def decode(self, rows: Rows) -> list[str]:
         """Rows of token ids as the sampler writes text: without the token in front."""
-        kept = [row[1:] if row[0] == self.bos_id else row for row in rows]
+        kept = [row[1:] if row[:1] == [self.bos_id] else row for row in rows]
         return self.tokenizer.batch_decode(kept, skip_special_tokens=False)
 
     def require_texts(self) -> list[str]:
@@ -111,10 +113,19 @@ class ReferenceText:
         return self.texts
 
     def rows_of(self, samples: SampleSet) -> Rows:
-        """A file of samples in the unit of these rows."""
-        if self.unit == "tokens":
-            return samples.tokens
-        return [words_of(text) for text in samples.require_texts()]
+        """A file of samples in the unit of these rows.
+
+        Raises:
+            UsageError: For token ids of another tokenizer.
+        """
+        if self.unit == "words":
+            return [words_of(text) for text in samples.require_texts()]
+        ours, theirs = samples.setting("store", "tokenizer", "sha256"), self.tokenizer_sha256
+        if ours != theirs and None not in (ours, theirs):
+            what, got = "the samples are of another tokenizer than the text", f"tokenizer {short(ours)}"
+            remedy = "hold them against texts, a .jsonl file: gdistill-extract references writes one"
+            raise UsageError(what, where=samples.source, got=got, expected=f"{theirs}, of {self.source}", remedy=remedy)
+        return samples.tokens
 
 
 def words_of(text: str) -> list[int]:
@@ -135,6 +146,11 @@ class Ruler:
             half of the text each where it has fewer.
         judging: A judge for scores of its states; None for those that need no model.
 
+    Attributes:
+        own_rows: The rows whose scores are the floor.
+        ranking: The distance that ranks: by the judge where there is one.
+        typical: The judge's states of the own rows.
+
     Raises:
         UsageError: For too few samples or rows of text.
     """
@@ -148,16 +164,14 @@ class Ruler:
         # In an order of its own: a corpus may be sorted.
         order = np.random.default_rng(0).permutation(len(text.rows))
         self.own, reference = order[: self.num_rows], order[self.num_rows : 2 * self.num_rows]
+        self.own_rows = _some(text.rows, self.own)
         self.vectors = ngram_vectors(_some(text.rows, reference))
+        self.ranking = "energy_distance" if judging is None else "frechet_distance"
         if judging is not None:
             self.features = self.features_of(text.require_texts())
+            self.typical = self.features.select(self.own)
             self.states = self.features.means[reference].astype(np.float64)
             self.gradients = self.features.gradients[reference].astype(np.float64)
-
-    @property
-    def own_rows(self) -> Rows:
-        """The rows whose scores are the floor."""
-        return _some(self.text.rows, self.own)
 
     def features_of(self, texts: Sequence[str]) -> TextFeatures:
         """The judge's states of texts."""
@@ -170,16 +184,11 @@ class Ruler:
         assert self.judging is not None
         return min(self.judging.limits.max_tokens, self.judging.judge.context_length)
 
-    @property
-    def ranking(self) -> str:
-        """The distance that ranks: by the judge where there is one."""
-        return "energy_distance" if self.judging is None else "frechet_distance"
-
     def measure(self, rows: Rows, features: TextFeatures | None) -> dict[str, Estimate]:
         """Score -> estimate, of rows in the text's unit; by states too where there are any."""
         found = {"energy_distance": energy_distance(ngram_vectors(rows), self.vectors)}
         if features is not None:
-            states, typical = (part.means.astype(np.float64) for part in (features, self._typical))
+            states, typical = (part.means.astype(np.float64) for part in (features, self.typical))
             found["frechet_distance"] = jackknife(lambda kept: frechet_distance(states[kept], self.states), len(states))
             gradients = features.gradients.astype(np.float64)
             found["gradient_moment"] = gradient_moment(gradients, self.gradients)
@@ -195,16 +204,12 @@ class Ruler:
         return found
 
     @cached_property
-    def _typical(self) -> TextFeatures:
-        return self.features.select(self.own)
-
-    @cached_property
     def floor(self) -> dict[str, Estimate]:
         """What the text's own rows score; the typicality gap is that of one half to the other."""
         if self.judging is None:
             return self.measure(self.own_rows, None)
-        found = self.measure(self.own_rows, self._typical)
-        halves = np.array_split(self._typical.means.astype(np.float64), 2)
+        found = self.measure(self.own_rows, self.typical)
+        halves = np.array_split(self.typical.means.astype(np.float64), 2)
         return found | {"typicality_gap": typicality_gap(halves[0], self.states, halves[1])}
 
     def mauve(self, features: TextFeatures, references: TextFeatures | None = None) -> Score:
@@ -216,7 +221,7 @@ class Ruler:
     def mauve_floor(self) -> Score:
         """MAUVE of the text's own rows against its other ones."""
         others = np.setdiff1d(np.arange(len(self.text.rows)), self.own)
-        return self.mauve(self._typical, self.features.select(others))
+        return self.mauve(self.typical, self.features.select(others))
 
     def scores(self, samples: SampleSet) -> list[Score]:
         """All scores of a file of samples against the text, MAUVE among them with a judge."""

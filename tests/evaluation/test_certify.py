@@ -61,9 +61,9 @@ def refusal(told: Told, samples: Path, teacher: Path) -> str:
     return one_line(told())
 
 
-def found(samples: Path) -> dict[str, Any]:
+def found(samples: Path, file: str = "samples.jsonl") -> dict[str, Any]:
     text = (samples / "certificate.json").read_text()
-    return json.loads(text, parse_constant=pytest.fail)["samples.jsonl"]  # JSON has no infinity
+    return json.loads(text, parse_constant=pytest.fail)[file]  # JSON has no infinity
 
 
 AGAIN = ("--min-entropy", 3, "--set", "stop.entropy_window=8", "--set", "stop.max_tries=2")
@@ -127,10 +127,10 @@ def test_a_file_cannot_call_its_tokens_given(models: Path, tmp_path: Path, told:
 
 
 def test_a_students_own_samples_get_their_agreement(models: Path, tmp_path: Path) -> None:
-    sample(models, tmp_path / "drawn", "--nfe", 3, "--tau", 0.9, "--nucleus-p", 0.9)
+    sample(models, tmp_path / "drawn", "--nfe", 3, "--sweep", "tau=0.8,0.9", "--nucleus-p", 0.9)
     words = ("certify", tmp_path / "drawn", "--teacher", models / "teacher", "--out", tmp_path)
     assert call("gdistill-eval", *words) == 0 and not (tmp_path / "drawn" / "certificate.json").exists()
-    result = found(tmp_path)
+    _, result = (found(tmp_path, f"tau={tau}/samples.jsonl") for tau in (0.8, 0.9))  # files of one name
     assert 0 < result["agreement"] < 0.6 and result["tau"] == 0.9
     lost = sum(tie["margin"] <= 0 for tie in result["ties"])
     assert result["num_mismatches"] + result["num_agreeing"] + lost == result["num_positions"]
@@ -357,9 +357,11 @@ def test_what_an_answer_leaves_out_is_known_from_its_request() -> None:
     assert [(answer.prompt, answer.seed) for answer in found] == asked
     assert [answer.name for answer in found] == [f"here, choice {index}" for index in range(4)]
     words: Any = {**request, "prompt": ["a b", "c"], "temperature": 0}
+    cold = {**request, "temperature": 1e-3, "seed": 5}
+    assert next(answers_of(cold, said, "", None)).temperature == 0.01, "vLLM draws at no lower one"
     for answers, prompt in ((said, [3]), ({**said, "prompt_token_ids": [8]}, [8])):  # greedy ones need no seed
         greedy = next(answers_of(words, {**answers, "noise": "murmur3"}, "", lambda text: {"input_ids": [len(text)]}))
-        assert (greedy.prompt, greedy.seed) == (prompt, None)
+        assert (greedy.prompt, greedy.seed, greedy.temperature) == (prompt, None, 0)
     for answer in found:
         assert (answer.tokens, answer.temperature, answer.noise) == ([7, 9], 1.0, "murmur3")
         assert (answer.top_k, answer.top_p) == (0, 1.0), "nothing is cut"
@@ -471,6 +473,7 @@ NOT_JUDGED: dict[str, dict[str, Any]] = {
     "ids below": {"answer": {"choices": [{"token_ids": [10**6], "prompt_token_ids": [1]}]}},
     "no tokenizer": {"answer": {"choices": [{"token_ids": [1]}]}},
     "not a kept answer": {"answer": {"choices": 5}},
+    "no answer has a token": {"answer": {"choices": [{"token_ids": [], "prompt_token_ids": [1]}]}},
 }
 
 

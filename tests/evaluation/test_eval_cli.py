@@ -123,15 +123,22 @@ def test_values_of_no_use_are_refused(samples: Path, judge_folder: Path) -> None
             evaluate(samples, option, value)
     # References are read by a reader of their own, whom a text suffices.
     file = write_lines(samples / "elsewhere" / "reference.json", *[{"text": "a b"}] * 30)
-    with pytest.raises(UsageError, match=r"too few samples.*got 2; expected at least 128"):
-        evaluate(samples, "--judge", judge_folder, "--reference", file)
+    for words in ((samples, "--judge", judge_folder, "--reference"), ("check-scores", "--samples", samples, "--data")):
+        with pytest.raises(UsageError, match=r"too few samples.*got 2; expected at least 128"):
+            evaluate(*words, file)
     with pytest.raises(UsageError, match=r"cannot read the reference file.*none\.jsonl"):
         evaluate(samples, "--judge", judge_folder, "--reference", samples / "none.jsonl")
     taken = write_lines(samples / "taken")
-    commands = [(samples,), ("frontier", samples, "--data", file), ("check-scores", "--data", file), ("passes", "x=y")]
+    commands = [
+        (samples,),
+        ("frontier", samples, "--data", file),
+        ("check-scores", "--data", file),
+        ("passes", "x=y"),
+        ("rows", file),
+    ]
     for words in commands:  # before a model is opened
         with pytest.raises(UsageError, match=r"cannot write there \[.*taken"):
-            evaluate(*words, "--out", taken / "p.html" if words[0] == "passes" else taken)
+            evaluate(*words, "--out", taken / "p.html" if words[0] in ("passes", "rows") else taken)
     assert not (samples / "results.json").exists()
     assert "certify" in evaluate("--help")
 
@@ -143,7 +150,8 @@ def test_values_of_no_use_are_refused(samples: Path, judge_folder: Path) -> None
 def chain(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run's folder whose tokens/ hold 1,000 training and 400 validation rows, of 40 tokens."""
     splits = {"train": markov_text(1000, 40, 5), "validation": markov_text(400, 40, 6)}
-    return write_tokens(tmp_path_factory.mktemp("chain"), splits, vocab_size=40, bos_id=None)
+    facts = {"vocab_size": 40, "bos_id": None, "tokenizer": {"sha256": "ours"}}
+    return write_tokens(tmp_path_factory.mktemp("chain"), splits, **facts)
 
 
 def write_rows(file: Path, rows: np.ndarray, **fields: object) -> Path:
@@ -152,7 +160,7 @@ def write_rows(file: Path, rows: np.ndarray, **fields: object) -> Path:
 
 
 def test_scores_against_a_store_need_no_model(tmp_path: Path, chain: Path) -> None:
-    near, training = markov_text(200, 32, 7), markov_text(1000, 40, 5)[:, :32]
+    near, training = markov_text(200, 32, 7), markov_text(1000, 40, 5)[:, 8:]  # memory has no place
     far = np.random.default_rng(1).integers(40, size=(180, 30))
     for tau, rows in ((1, near), (2, far), (3, training[:200])):
         facts = {"nfe": 8, "processor_seconds": 0.25, "settings": {"tau": tau}}
@@ -191,6 +199,11 @@ def test_scores_against_a_store_need_no_model(tmp_path: Path, chain: Path) -> No
     write_rows(tmp_path / "few" / "s.jsonl", near[:127])
     with pytest.raises(UsageError, match=r"too few samples.*s\.jsonl\]; got 127;"):
         evaluate(tmp_path / "few", "--reference", chain)
+    few = write_rows(tmp_path / "few" / "s.jsonl", np.tile(near, (2, 1)), nfe=8).parent
+    (few / "settings.json").write_text('{"store": {"tokenizer": {"sha256": "other"}}}')
+    for words in ((few, "--reference"), ("frontier", few, "--data"), ("check-scores", "--samples", few, "--data")):
+        with pytest.raises(UsageError, match=r"of another tokenizer than the text \[.*s\.jsonl"):
+            evaluate(*words, chain)
 
 
 def test_a_sweep_is_a_frontier(tmp_path: Path, chain: Path) -> None:
@@ -205,7 +218,7 @@ def test_a_sweep_is_a_frontier(tmp_path: Path, chain: Path) -> None:
         write_rows(file, drawn, nfe=4, processor_seconds=0.5, settings=settings)
     runs = [tmp_path / "n=1", f"other={tmp_path / 'coin'}"]
     table = evaluate("frontier", *runs, "--data", chain, "--out", tmp_path / "out")
-    assert "n=1 beats 1 of 1 settings of other" in table
+    assert "n=1 beats 1 of 1 settings of other in distance, in no more passes." in table
     found = results(tmp_path / "out")
     ruler = Ruler(ReferenceText.read(chain, 280, 32), 140, None)
     floor = ruler.floor["energy_distance"]
@@ -215,9 +228,9 @@ def test_a_sweep_is_a_frontier(tmp_path: Path, chain: Path) -> None:
     assert by_tau["2"]["chosen_by"] > 3 * abs(by_tau["2"]["distance"]["high"])
     assert (tmp_path / "out" / "frontier.png").stat().st_size > 1000
     ours, _, text = tables(tmp_path / "out")["Nearest the text"]
-    one, (first, second) = by_tau["1"], (ruler.measure(rows[n::2].tolist(), None) for n in (0, 1))
+    one, (first, second) = by_tau["1"], (ruler.measure(rows[n:280:2].tolist(), None) for n in (0, 1))
     assert (one["chosen_by"], one["distance"]) == (first["energy_distance"].value, asdict(second["energy_distance"]))
-    entropy = pytest.approx(np.mean([unigram_entropy_nats(row) for row in rows[1::2].tolist()]))
+    entropy = pytest.approx(np.mean([unigram_entropy_nats(row) for row in rows[1:280:2].tolist()]))
     own, described = one["described"], ("entropy_nats", "distinct_beginnings", "memorised_16_grams")
     assert own == {"entropy_nats": entropy, **{name: score.value for name, score in second.items()}}
     figures = [str(second["energy_distance"]), "-", *(f"{own[n]:.3g}" for n in described)]
@@ -309,7 +322,7 @@ def test_naive_samplers_win_what_does_not_rank(tmp_path: Path, chain: Path) -> N
     assert not found["ranks"]["repeated_4_grams"] and not found["ranks"]["-entropy_nats"]
     assert set(found["scores"]) >= {"the text itself", "student: s", "periodic text"}
     text = ReferenceText.read(chain, 400, 32)  # as many tokens a row as the samples have
-    ruler, drawn = Ruler(text, 200, None), naive_samples(text.training, 200)["periodic text"].tolist()  # type: ignore[arg-type]
+    ruler, drawn = Ruler(text, 200, None), naive_samples(text.training[:, :32], 200)["periodic text"].tolist()  # type: ignore[index]
     for name, measured in (("the text itself", ruler.floor), ("periodic text", ruler.measure(drawn, None))):
         scores = {score: value for score, value in found["scores"][name].items() if score in measured}
         assert scores == {score: measured[score].value for score in scores} and "energy_distance" in scores
@@ -387,6 +400,9 @@ def test_a_judge_of_other_tokens_counts_those_over_the_filled_characters() -> No
 
 
 def test_rows_are_masked_uniformly_and_read_back(tmp_path: Path, chain: Path) -> None:
+    for option, value in (("--num", 0), ("--seed", -1)):
+        with pytest.raises(SystemExit):
+            evaluate("rows", chain, option, value)
     words = ("--split", "train", "--num", 5, "--masked", 2, "--seed", 3)
     evaluate("rows", chain, *words, "--out", tmp_path / "made.jsonl")
     expected = make_infill_rows(read_data_rows(chain, "train"), 5, 2, 3)

@@ -406,7 +406,7 @@ def test_samples_are_sorted_by_index_and_keep_their_lines(tmp_path: Path) -> Non
     for other, is_known in ((good, True), *((good | change, False) for change in odd)):
         file = write_lines(tmp_path / "v.jsonl", good, other)
         assert (read_samples(file).verifications is not None) == is_known, other
-    settings = {"sampler": "ancestral", "nfe": 3, "tau": 0.9, "nucleus_rule": "strict", "block_size": 4}
+    settings = {"sampler": "block", "nfe": 3, "tau": 0.9, "nucleus_rule": "strict", "inner": "confidence", "top_k": 4}
     records = [record(i, nfe=5, settings=settings, tokens=[0, 1, 2, 3, 4, V]) for i in (0, 1)]  # V is a mask left open
     for conditioning, student in (("gumbel", "mdlm + gumbel"), ("none", "mdlm")):
         about = {"code_version": "v9", "student_config": {"conditioning": conditioning}}

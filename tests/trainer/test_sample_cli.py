@@ -169,7 +169,7 @@ def test_prompts(models: Path, tmp_path: Path) -> None:
         assert record["tokens"][:4] == [0, 2, 2, 4] and record["num_given"] == 4 and len(record["tokens"]) == 8
         assert record["text"].startswith("up up left") and "filled" not in record
     prompts = tmp_path / "prompts.txt"
-    prompts.write_text("up\n\ndown down\n")
+    prompts.write_bytes("\ufeffup\r\n\r\ndown down\r\n".encode())  # as editors of Windows write it
     first, second, again = sampled(*arguments, "--num", 3, "--prompt-file", prompts, out=tmp_path / "b")
     assert first["tokens"][:2] == again["tokens"][:2] == [0, 2] and second["tokens"][:3] == [0, 3, 3]
     prompts.write_text("up\ndown up\n")

@@ -93,7 +93,7 @@ def read_infill(path: Path, tokenizer: Any, config: StudentConfig) -> tuple[Row,
 
 def _read_lines(path: Path, option: str) -> list[str]:
     try:
-        return path.read_text(encoding="utf-8").removesuffix("\n").split("\n")
+        return path.read_text(encoding="utf-8-sig").removesuffix("\n").split("\n")
     except OSError as error:
         raise UsageError(f"cannot read the {option} file", where=path, got=error.strerror) from error
     except UnicodeDecodeError as error:

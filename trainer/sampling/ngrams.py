@@ -27,6 +27,8 @@ from trainer.sampling.trees import Tree
 DISCOUNT = 0.75
 ORDER = 5
 """Tokens of the longest sequences that are counted."""
+LEAST_CHANCE = 1e-40
+"""A float32 that is less may be 0, which has no logarithm."""
 
 
 @dataclass(frozen=True)
@@ -118,7 +120,7 @@ class NGrams:
             law = self.probabilities([*known, *(tree.tokens[other] for other in line[1:])])
             race = (law if tau == 1 else law ** (1 / tau)) * weights[len(line) - 1]
             total = race.sum()
-            ids = np.flatnonzero(race > exp(floor + cost) * total)
+            ids = np.flatnonzero(race > max(exp(floor + cost), LEAST_CHANCE) * total)
             ids = ids[np.argsort(-race[ids], kind="stable")[:width]]
             for token, chance in zip(ids.tolist(), (race[ids] / total).tolist(), strict=True):
                 tree.add(token, number, log(chance) - cost)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import cache
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -26,21 +25,15 @@ SAMPLERS = {
 }
 
 
-@cache
-def sampler_class(name: str) -> type[Sampler]:
-    """The sampler of that name; an unknown one is a UsageError with the nearest known one."""
-    name = name.replace("-", "_")
-    if name not in SAMPLERS:
-        known, hint = f"one of {sorted(SAMPLERS)}", did_you_mean(name, SAMPLERS)
-        raise UsageError("unknown sampler", where=name, expected=known, remedy=hint)
-    module, _, found = SAMPLERS[name].partition(":")
-    return getattr(import_module(module), found)
-
-
 def make_sampler(name: str, **settings: Any) -> Sampler:
     """The sampler of that name with these settings: ``make_sampler("ancestral", nfe=16, nucleus_p=0.9)``.
 
     Raises:
         UsageError: For an unknown name or setting (naming the nearest known one), or a bad value.
     """
-    return from_mapping(sampler_class(name), settings, where=name)
+    name = name.replace("-", "_")
+    if name not in SAMPLERS:
+        known, hint = f"one of {sorted(SAMPLERS)}", did_you_mean(name, SAMPLERS)
+        raise UsageError("unknown sampler", where=name, expected=known, remedy=hint)
+    module, _, found = SAMPLERS[name].partition(":")
+    return from_mapping(getattr(import_module(module), found), settings, where=name)

@@ -42,7 +42,7 @@ class SeededAnswers:
             request = None  # the engine says what is wrong with it
         if not isinstance(request, dict):
             return await self.app(scope, _replay(body, receive), send)
-        if request.get("seed") is None:
+        if request.get("seed") in (None, -1):  # to vLLM both are none
             request["seed"] = secrets.randbits(SEED_BITS)
             body = json.dumps(request).encode()
         headers = [pair for pair in scope["headers"] if pair[0].lower() != b"content-length"]

@@ -58,6 +58,8 @@ def test_the_search_finds_the_most_probable_drafts() -> None:
             assert len(some.tokens) == sum(chances[line] > 0.2 for line in found)
             chain = model.grow(Tree(1), [0, 1], weights.astype(np.float32), tau, 2, 1, -np.inf)
             assert len(chain.tokens) == 3, "a chain of two drafts"
+    model.unigram, one = np.array([1, 1e-44, 0, 0, 0], np.float32), np.array([[1e4, 1, 1, 1, 1]], np.float32)
+    assert model.grow(Tree(4), [4], one, 1.0, 6, 5, -np.inf).tokens == [4, 0], "no draft of a chance that is 0"
 
 
 def test_counts_change_no_token(tmp_path: Path) -> None:
