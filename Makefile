@@ -37,7 +37,7 @@ INIT_FROM ?=
 # ARGS='--decision categorical --tau 0.85 --set temperature=0.7'.)
 NEAREST_mdlm  = --sampler confidence --decision categorical --tau 1 --set temperature=0.7
 NEAREST_bd3lm = --set inner=confidence --decision argmax --tau 1
-BUDGET = $(if $(filter ar,$(STUDENT)),,$(if $(and $(filter bd3lm,$(STUDENT)),$(filter file,$(origin NFE))),--passes-per-block $(PASSES),--nfe $(NFE)))
+BUDGET = $(if $(filter ar medusa drafter,$(STUDENT)),,$(if $(and $(filter bd3lm,$(STUDENT)),$(filter file,$(origin NFE))),--passes-per-block $(PASSES),--nfe $(NFE)))
 SHARDS  ?= $(OUT)/store
 MODEL   ?= $(OUT)/$(STUDENT)-$(if $(filter paper,$(RECIPE)),$(CONDITIONING),$(RECIPE))$(addprefix -kd-,$(KD))
 SAMPLES ?= samples

@@ -196,7 +196,7 @@ def _lock(path: Path, wait: bool) -> int | None:
         except FileNotFoundError:  # another release removed the folder in between
             continue
         except FileExistsError:  # ... or between mkdir's refusal and its look at what is there
-            if path.parent.is_file():
+            if any(place.is_file() or (place.is_symlink() and not place.is_dir()) for place in path.parents):
                 raise
             continue
         try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 import threading
 import time
@@ -69,6 +70,9 @@ def is_first_process() -> bool:
 
 def _call(app: Callable[..., object], others: Mapping[str, Callable[..., object]]) -> int:
     """The app's exit code; Typer's own handling of errors takes three lines for each."""
+    # What no shell expands: --out=~/runs would make a folder of that name here.
+    home = os.path.expanduser("~")
+    sys.argv[1:] = [re.sub(r"^(--[\w-]+=)~(?=/|$)", lambda found: found[1] + home, word) for word in sys.argv[1:]]
     if not isinstance(app, typer.Typer):
         app()
         return 0

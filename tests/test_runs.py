@@ -56,6 +56,13 @@ def test_make_serve_gives_the_engine_whole_words(tmp_path: Path, drafter: str) -
         assert json.loads(option(given, "--speculative-config"))["num_speculative_tokens"] == 4
 
 
+def test_make_sample_asks_for_passes_where_they_are_chosen() -> None:
+    for student, budget in (("mdlm", "--nfe 16"), ("bd3lm", "--passes-per-block 2"), ("medusa", ""), ("drafter", "")):
+        words = ["make", "-C", REPOSITORY, "-n", "sample", f"STUDENT={student}"]
+        said = subprocess.run(words, capture_output=True, text=True, check=True).stdout
+        assert re.findall(r"--nfe \S+|--passes-per-block \S+", said) == ([budget] if budget else [])
+
+
 RECORD = """#!/bin/sh
 printf '%s\\n' {name} "$@" '' >>'{told}'
 exit ${{STAND_IN_EXIT:-0}}

@@ -60,25 +60,28 @@ def store_rows(
     Raises:
         GdistillError: If no complete store is there, or no such split.
     """
+    ShardStore.find(place).split(split)
+    named = {"place": place, "split": split, "seed": seed, "epochs": epochs, "with_teacher": with_teacher}
+    return IterableDataset.from_generator(_rows, gen_kwargs=named)  # workers that are spawned take it by name
+
+
+def _rows(
+    place: str | Path, split: str, seed: int | None, epochs: int | None, with_teacher: bool
+) -> Iterator[dict[str, Any]]:
     store = ShardStore.find(place)
-    store.split(split)
-
-    def rows() -> Iterator[dict[str, Any]]:
-        text = ["tokens", *(COUNTED.keys() & store.manifest.arrays.keys())]
-        reader = store.split(split, None if with_teacher else text)
-        # A shuffled stream ends before a batch that would be too small: here there is none.
-        size = max(n for n in range(1, ROWS_READ_TOGETHER + 1) if reader.num_rows % n == 0)
-        stream = ShardStream(reader, seed=seed or 0, global_batch_size=size, shuffle=seed is not None)
-        is_fresh, own = store.codec.is_fresh, store.manifest.noise_seed(split)
-        noise_seed, epoch = derive_seed(seed or 0, "noise") if is_fresh else own, 0
-        while epochs is None or epoch < epochs:
-            for batch in stream.one_pass(epoch):
-                rows = batch.row_ids + is_fresh * epoch * reader.num_rows
-                key = torch.stack((torch.full_like(rows, noise_seed), rows), 1)
-                yield from _examples(dict(batch.arrays), key if with_teacher else None)
-            epoch += 1
-
-    return IterableDataset.from_generator(rows)
+    text = ["tokens", *(COUNTED.keys() & store.manifest.arrays.keys())]
+    reader = store.split(split, None if with_teacher else text)
+    # A shuffled stream ends before a batch that would be too small: here there is none.
+    size = max(n for n in range(1, ROWS_READ_TOGETHER + 1) if reader.num_rows % n == 0)
+    stream = ShardStream(reader, seed=seed or 0, global_batch_size=size, shuffle=seed is not None)
+    is_fresh, own = store.codec.is_fresh, store.manifest.noise_seed(split)
+    noise_seed, epoch = derive_seed(seed or 0, "noise") if is_fresh else own, 0
+    while epochs is None or epoch < epochs:
+        for batch in stream.one_pass(epoch):
+            rows = batch.row_ids + is_fresh * epoch * reader.num_rows
+            key = torch.stack((torch.full_like(rows, noise_seed), rows), 1)
+            yield from _examples(dict(batch.arrays), key if with_teacher else None)
+        epoch += 1
 
 
 def _examples(arrays: dict[str, Tensor], keys: Tensor | None) -> Iterator[dict[str, Any]]:
@@ -241,6 +244,9 @@ class DistillationMixin:
         num_items_in_batch: Tensor | int | None = None,
     ) -> Any:
         """The loss of a batch of :func:`store_rows`, summed and divided as the trainer does it."""
+        if "teacher" not in inputs:
+            remedy = "leave with_teacher=False out, or use the plain Trainer"
+            raise UsageError("rows without their teacher", remedy=remedy)
         labels, teacher = inputs.pop("labels"), inputs.pop("teacher")
         outputs = model(**inputs)
         options = {"num_items": num_items_in_batch, "weight": None if model.training else 0.0}

@@ -98,8 +98,13 @@ def read_noise(model: Any, tokenizer: Any, store: str | Path | None = None) -> N
         remedy = "name the store"
         raise UsageError("the model has no noise yet", where=model.name_or_path, remedy=remedy)
     model.gdistill = NoiseInput(model.config.gdistill, table, mask_id)
-    for file in Path(model.name_or_path).glob("*.safetensors") if store is None else ():
-        model.load_state_dict(load_file(file), strict=False)  # what transformers left out is W
+    missing, files = {"gdistill.weight"}, Path(model.name_or_path).glob("*.safetensors")
+    for file in files if store is None else ():
+        found = model.load_state_dict(load_file(file), strict=False)  # what transformers left out is W
+        missing.intersection_update(found.missing_keys)
+    if store is None and missing:
+        remedy = "give from_pretrained the folder itself"
+        raise UsageError("no W lies there", where=model.name_or_path, remedy=remedy)
     model.register_forward_pre_hook(model.gdistill.before_forward, with_kwargs=True)
     return model.gdistill
 
@@ -123,7 +128,8 @@ class NoiseMixin:
         if getattr(args, "right_shift_logits", False):
             raise UsageError("noise is for states of their own token", where="right_shift_logits")
         if not hasattr(model, "gdistill"):
-            read_noise(model, more["processing_class"], store)
+            has_learnt = hasattr(model.config, "gdistill")  # it was saved with a W, and goes on from that
+            read_noise(model, more["processing_class"], None if has_learnt else store)
         args.remove_unused_columns = False  # no model has a column for the noise
         super().__init__(**{"model": model, "args": args, "data_collator": default_collate, **more})
         self.codec, self.noise_input = (opened := ShardStore.find(store)).codec, model.gdistill

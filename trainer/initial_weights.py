@@ -61,7 +61,7 @@ def find_source(place: str | Path) -> Source:
     if not (path.exists() or looks_local(str(place))):
         return Source(path, find_pretrained(str(place), role="source"))
     folder = find_model(path)
-    if str(_read_config(folder).get("model_type")).startswith(OWN_TYPES):
+    if str(read_config(folder).get("model_type")).startswith(OWN_TYPES):
         return Source(folder)
     return Source(folder, find_pretrained(folder, role="source"))
 
@@ -84,14 +84,14 @@ def network_settings(place: str | Path | None, kind: type[Student], run_folder: 
         return {}
     try:
         source = find_source(place)
-        found = _read_config(source.folder)
+        found = read_config(source.folder)
         if source.language_model is not None:
             config = source.language_model.text_config
             values = {**json.loads(config.to_json_string()), "model_type": config.model_type}
             network = {n: v for n, v in values.items() if n not in NO_PART_OF_THE_NETWORK}
             found = {"language_model": network, "predicts_next": "predicts_next" in kind.reads}
     except UsageError:
-        begun = {} if run_folder is None else _read_config(run_folder)
+        begun = {} if run_folder is None else read_config(run_folder)
         if not begun:
             raise
         found = begun.get("model", {})
@@ -113,7 +113,8 @@ def network_settings(place: str | Path | None, kind: type[Student], run_folder: 
         raise cannot_become_a_student(network.get("model_type"), first_line(error)) from error
 
 
-def _read_config(folder: Path) -> dict[str, Any]:
+def read_config(folder: Path) -> dict[str, Any]:
+    """A folder's ``config.json``; empty where there is none to read."""
     try:
         values = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):

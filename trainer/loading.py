@@ -79,7 +79,7 @@ def generate(
     if input_ids.shape[1] > length:
         expected = f"at most max_length = {length} tokens"
         raise UsageError("the rows are too long", got=input_ids.shape[1], expected=expected)
-    rows = input_ids.to(student.device)
+    rows = input_ids.to(student.device, torch.int64)
     rows = pad(rows, (0, length - rows.shape[1]), value=student.mask_id)
     sample_ids = torch.arange(len(rows), device=rows.device)
     if noise is None:

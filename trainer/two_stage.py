@@ -20,7 +20,7 @@ from trainer.initial_weights import find_source
 from trainer.students.configuration import read_named, unread_settings
 from trainer.students.registry import STUDENTS
 from trainer.training.loop import train
-from trainer.training.settings import MODEL, PLAIN, RunConfig, build_student, compose_run, layered
+from trainer.training.settings import CONFIG_FILE, MODEL, PLAIN, RunConfig, build_student, compose_run, layered
 
 RECIPES = Path(__file__).resolve().parent / "presets" / "two_stage"
 LARGE_VOCABULARY = 4096
@@ -106,7 +106,8 @@ def train_two_stage(
     """
     plain, noise = parts
     build_student(noise, ShardStore.find(store), None)  # what it cannot be is said at once
-    if init_from is not None and not (out / PLAIN).exists() and find_source(init_from).language_model is None:
+    begun = (out / CONFIG_FILE).exists()  # then the source need not be there any more
+    if init_from and not (out / PLAIN).exists() and (begun or find_source(init_from).language_model is None):
         return train(noise, store, out, init_from=init_from)
     for number, (config, folder) in enumerate(((plain, out / PLAIN), (noise, out)), 1):
         if is_first_process():

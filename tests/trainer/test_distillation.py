@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from itertools import islice
 from pathlib import Path
 from types import SimpleNamespace
@@ -97,6 +98,8 @@ def test_rows_come_once_an_epoch_in_an_order_of_the_seed(store: Path) -> None:
     two = rows(split="validation", epochs=2)
     assert sorted(two) == sorted(2 * stored) and two[:10] != two[10:]
     assert two == rows(split="validation", epochs=2, with_teacher=False)
+    sent = pickle.loads(pickle.dumps(store_rows(store, "validation", epochs=2)))  # to a worker that is spawned
+    assert [tuple(row["input_ids"].tolist()) for row in sent] == two
     assert two != rows(split="validation", epochs=2, seed=1)
     seeds = [int(next(iter(store_rows(store, seed=n)))["teacher"][NOISE_KEY][0]) for n in (0, 1)]
     assert len({*seeds, ShardStore.open(store).manifest.noise_seed("train")}) == 3, "each run's noise is its own"
@@ -135,6 +138,8 @@ def test_a_loss_is_as_large_in_several_processes() -> None:
             SimpleNamespace(**own), language_model(), inputs, num_items_in_batch=number
         )
         assert loss == expected
+    with pytest.raises(UsageError, match="rows without their teacher"):
+        DistillationMixin.compute_loss(SimpleNamespace(), language_model(), {"labels": None})
 
 
 class Distilled(DistillationMixin, Trainer):

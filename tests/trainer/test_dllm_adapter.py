@@ -140,6 +140,8 @@ def test_a_model_learns_to_read_the_noise_and_is_read_back(store: Path, tmp_path
         assert torch.equal(again(rows).logits, made.model.eval()(rows).logits)
     assert own.weight.any()
     assert noisy(store, tmp_path / "again", again).noise_input is own, "what was learnt goes on"
+    third = transformers.BertForMaskedLM.from_pretrained(tmp_path / "model")
+    assert torch.equal(noisy(store, tmp_path / "third", third).noise_input.weight, own.weight)
 
 
 class OnePass:
@@ -187,6 +189,7 @@ def test_what_cannot_be_is_refused(store: Path, tmp_path: Path) -> None:
         (lambda: read_noise(bert(), tokenizer(mask_token=None), store), ["no mask token", "13"]),
         (lambda: read_noise(bert(vocab_size=VOCAB), tokenizer(), store), ["got 12", "below 12"]),
         (lambda: read_noise(bert(), tokenizer()), ["has no noise yet", "name the store"]),
+        (lambda: read_noise(bert(gdistill=ready.config.gdistill), tokenizer()), ["no W lies there"]),
         (lambda: Noisy(args=shifted, **options), ["right_shift_logits"]),
     ]:
         with pytest.raises(UsageError) as refused:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -21,7 +22,7 @@ from shards.settings import flatten, to_mapping
 from shards.store.store import ShardStore
 from tests.commands import call
 from tests.trainer.run_cases import LENGTH, assert_same_run, tiny_run, write_store
-from trainer import two_stage
+from trainer import load_student, load_tokenizer, two_stage
 from trainer.students.folder import weights_sha256
 from trainer.students.registry import read_preset
 from trainer.training.loop import train
@@ -45,13 +46,16 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_config(tmp_path_factory.mktemp("config") / "run.toml")
 
 
-def test_a_run_by_command(store: Path, config: Path, tmp_path: Path, capsys: Capsys) -> None:
-    """What it costs is said before, what was made and what comes next behind."""
+def test_a_run_by_command(
+    store: Path, config: Path, tmp_path: Path, capsys: Capsys, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What it costs is said before, what was made and what comes next behind; no shell expands --out=~/out."""
+    monkeypatch.setenv("HOME", str(tmp_path))
     out, extracted = tmp_path / "out", tmp_path / "extracted"
     extracted.mkdir()
     (extracted / "store").symlink_to(store)
     words = ("run", "--store", extracted, "--config", config, "--conditioning", "none")
-    words = (*words, "--preset", "tiny", "--out", out, "--set", "training.num_steps=8", "--kd", "token")
+    words = (*words, "--preset", "tiny", "--out=~/out", "--set", "training.num_steps=8", "--kd", "token")
     assert call("gdistill-train", *words) == 0
     resolved = json.loads((out / "config.json").read_text())
     assert (resolved["model"]["kd"]["kind"], resolved["model"]["hidden_size"]) == ("token", 16)
@@ -66,6 +70,8 @@ def test_a_run_by_command(store: Path, config: Path, tmp_path: Path, capsys: Cap
     rows = map(json.loads, (out / "metrics.jsonl").read_text().splitlines())
     scores = [row for row in rows if row["kind"] == "validation"]
     assert f"validation {scores[0]['nll_nats']:.3f} nats/token" in progress and not scores[0]["conditional"]
+    assert load_student("~/out").name_or_path == str(out / "model") and load_tokenizer("~/out") is None
+    assert train(tiny_run(training__num_steps=1), store, Path("~/other")) == tmp_path / "other/model"
 
 
 RUN, TWO = ["run", "--config", "CONFIG"], ["two-stage"]
@@ -87,6 +93,8 @@ MISTAKES: list[tuple[list[str], str]] = [
     ([*TWO, "--set", "student=ar"], "recipe decides this [student]"),
     ([*TWO, "--set", "training.num_steps=3", "--set", "training.num_epochs=1"], "got both"),
     ([*TWO, "--student", "ar"], "no recipe for this student"),
+    ([*TWO, "--set", "model=5"], "wrong type in config [model]; got 5; expected a table"),
+    ([*TWO, "--set", "training=5"], "wrong type in config [training]"),
     (["run", "--student", "mdlm"], "how long to train is not said"),
     (["status", "/nowhere"], "no training run there"),
 ]
@@ -264,6 +272,8 @@ def test_the_command_trains_both_and_goes_on(store: Path, tmp_path: Path, capsys
     assert (run / "model/model.safetensors").read_bytes() == weights
     assert call("gdistill-train", *words, other, "--init-from", run / "plain") == 0
     assert not (other / "plain").exists()
+    shutil.rmtree(run)
+    assert call("gdistill-train", *words, other, "--init-from", run / "plain") == 0, "begun, it needs it no more"
     assert (other / "model/model.safetensors").read_bytes() == weights
 
 

@@ -51,7 +51,7 @@ class AR(Student):
         """
         inputs, targets = batch.tokens[:, :-1], batch.tokens[:, 1:]
         head, num_tokens = self.backbone.output_layer, targets.numel()
-        weights = torch.full(targets.shape, 1 / num_tokens, device=targets.device)
+        weights = torch.full(targets.shape, 1 / max(1, num_tokens), device=targets.device)
         if batch.counted is not None:
             weights = weights * batch.counted[:, 1:]
         loss, nlls = weighted_nll(

@@ -160,7 +160,7 @@ def open_model(path: Path, device: torch.device | str = "cpu", backbone: str | N
         UsageError: For no student of ours, a broken one, another backbone or none, a damaged tokenizer.
         GdistillError: For a damaged record.
     """
-    directory = find_model(path)
+    directory = find_model(path.expanduser())
     student = read_model(directory)
     student.complete(directory, backbone)
     student = student.to(device).eval()  # type: ignore[arg-type]
@@ -225,7 +225,8 @@ def load_tokenizer(path: str | Path) -> Any:
     Raises:
         UsageError: When there is no such folder, or its tokenizer is damaged.
     """
-    directory = Path(path) / "model" if is_model(Path(path) / "model") else Path(path)
+    directory = Path(path).expanduser()
+    directory = directory / "model" if is_model(directory / "model") else directory
     if not directory.is_dir():
         raise UsageError("no model there", where=path, got="no such folder")
     if not any((directory / f"{name}.json").is_file() for name in ("tokenizer", "tokenizer_config")):

@@ -151,9 +151,8 @@ class CheckpointFolder:
             steps = self.steps()
             kept = {*steps[-self._keep_last :], *(s for s in steps if self._keep_every and s % self._keep_every == 0)}
             for old in set(steps) - kept:
-                # The state file goes first: a folder without it does not count as a checkpoint.
-                (self.path(old) / STATE_FILE).unlink()
-                shutil.rmtree(self.path(old))
+                # By another name: what a kill leaves of it is no checkpoint, and goes with the next save.
+                shutil.rmtree(self.path(old).rename(self.directory / f"{UNFINISHED}{PREFIX}{old:08d}"))
 
         on_main_process(write, accelerator)
 

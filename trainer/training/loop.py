@@ -40,6 +40,7 @@ from shards.noise.philox import noise_kernel, use_noise_kernel
 from shards.settings import derive_seed, to_mapping
 from shards.store.store import ShardStore, SplitReader
 from shards.stream.stream import RowBatch, ShardStream
+from trainer.initial_weights import read_config
 from trainer.objective.batch import Batch, BatchMaker
 from trainer.objective.clips import MAX_BATCHES, best_clips, candidates
 from trainer.objective.corruption import FULL, Clips, require_reachable
@@ -91,7 +92,7 @@ def train(config: RunConfig, store: str | Path, out: Path, *, init_from: Path | 
         Stopped: After a SIGTERM, when the checkpoint is saved.
         KeyboardInterrupt: After a Ctrl-C, when the checkpoint is saved.
     """
-    trainer = Trainer(config, ShardStore.find(store), Path(out), init_from)
+    trainer = Trainer(config, ShardStore.find(store), Path(out).expanduser(), init_from)
     with ExitStack() as stack:
         # The lock is the main process's; where it is taken, all of them must hear of it.
         on_main_process(lambda: stack.enter_context(exclusive(trainer.out)), trainer.accelerator)
@@ -281,6 +282,9 @@ class Trainer:
 
     def _start_metrics(self) -> None:
         """Config, metrics and trackers; Weights & Biases knows a run by an id that is kept here."""
+        if (self.out / CONFIG_FILE).exists() and "training" not in read_config(self.out):
+            what, remedy = "another's config lies there", "give another --out: it would be lost"
+            raise UsageError(what, where=self.out / CONFIG_FILE, remedy=remedy)
         write_json_atomic(self.out / CONFIG_FILE, to_mapping(self.config))
         self.metrics = MetricsFile(self.out / METRICS_FILE, self.step)
         options: dict[str, Any] = {"tensorboard": {"purge_step": self.step + 1}}
@@ -345,6 +349,10 @@ class Trainer:
         self.stream.load_state_dict(state.stream)
         self.window = StepWindow(**state.window)  # type: ignore[arg-type]
         self.step = state.step
+        if self.step > self.num_steps:
+            got, expected = f"{self.num_steps} steps", f"at least the {self.step} that it has made"
+            remedy = "give another --out to train for less"
+            raise UsageError("the run is longer already", where="training", got=got, expected=expected, remedy=remedy)
 
 
 class FirstRows:

@@ -135,6 +135,7 @@ OPERATIONAL = {
     *("training.keep_every_steps", "training.keep_last", "training.noise_kernel"),
     *("training.num_workers", "training.peak_flops_per_second", "training.sharding"),
     *("training.trackers", "training.validation_batch_size", "model.attention"),
+    "model.backbone.location",  # wherever it lies, its weights are those of the store's teacher
 }
 """Fields that may change when a run resumes: they decide how it runs, not what it computes. Some
 are settings of older versions, which their checkpoints still name."""

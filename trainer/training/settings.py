@@ -194,10 +194,13 @@ def layered(sources: Iterable[Mapping[str, Any]], overrides: Iterable[str] = ())
         words = merge(words, nested(*parse_override(text)))
     values: dict[str, Any] = {}
     for source in map(dict, [*sources, words]):
-        architecture, training = source.pop("architecture", None), source.get("training")
+        for table in ("model", "training"):
+            if not isinstance(source.get(table, {}), Mapping):
+                raise UsageError("wrong type in config", where=table, got=source[table], expected="a table")
+        architecture = source.pop("architecture", None)
         if architecture is not None:
             values = merge(values, {"model": read_preset(str(architecture))})
-        if isinstance(training, Mapping) and len(AMOUNTS & set(training)) == 1:
+        if len(AMOUNTS & set(source.get("training", {}))) == 1:
             before = values.get("training", {})
             values["training"] = {k: v for k, v in before.items() if k not in AMOUNTS}
         values = merge(values, source)

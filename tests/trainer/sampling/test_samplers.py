@@ -307,7 +307,7 @@ def test_generate_fills_rows_and_keeps_what_is_given() -> None:
     rows = generate(student, input_ids=prompt, attention_mask=torch.ones_like(prompt), nfe=2)
     masked = open_rows(student, 2)
     masked[:, :3] = prompt
-    assert torch.equal(rows, generate(student, masked, nfe=2))
+    assert torch.equal(rows, generate(student, masked.int(), nfe=2))
     assert torch.equal(rows[:, :3], prompt) and bool((rows < 11).all())
     assert generate(student, prompt, nfe=2, max_length=5).shape == (2, 5)
     plain, noise = tiny_student(conditioning="none"), noise_for(student, torch.arange(2), 5)

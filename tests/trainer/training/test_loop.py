@@ -253,9 +253,16 @@ def test_a_folder_takes_one_run_at_a_time_and_no_file_is_one(store: Path, tmp_pa
     with exclusive(tmp_path / "run"), pytest.raises(UsageError, match="another run"):
         train(tiny_run(), store, tmp_path / "run")
     (tmp_path / "file").touch()
-    for out in (tmp_path / "file", tmp_path / "file" / "run"):
+    (tmp_path / "link").symlink_to("nowhere")
+    for name in ("file", "file/run", "link", "link/run"):
         with pytest.raises(UsageError, match="cannot write there"):
-            train(tiny_run(), store, out)
+            train(tiny_run(), store, tmp_path / name)
+    config = tmp_path / "model/config.json"
+    config.parent.mkdir()
+    config.write_text('{"model_type": "gpt2"}')
+    with pytest.raises(UsageError, match=r"another's config.*model/config\.json"):
+        train(tiny_run(), store, config.parent)
+    assert "gpt2" in config.read_text()
 
 
 # Beside plain torch.

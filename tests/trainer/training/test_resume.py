@@ -23,6 +23,7 @@ from torch import nn
 
 from shards.errors import GdistillError, IntegrityError, Stopped, UsageError
 from shards.store.store import ShardStore
+from tests.trainer.backbone_cases import backbone_run, store_of
 from tests.trainer.run_cases import assert_same_run, tiny_run, write_store
 from trainer.training.checkpoint import FILES, CheckpointFolder, ExponentialMovingAverage, Trainee, make_optimizer, seal
 from trainer.training.loop import StepWindow, Trainer, train
@@ -152,10 +153,16 @@ def test_another_run_is_named(store: Path, stopped: Path, tmp_path: Path) -> Non
             train(tiny_run(), other, stopped)
 
 
-def test_how_a_run_is_carried_out_may_change(store: Path, stopped: Path) -> None:
+def test_how_a_run_is_carried_out_may_change(store: Path, stopped: Path, llama: Path, tmp_path: Path) -> None:
+    """Not its end, if that is past; where the backbone lies is nothing but a place."""
+    with pytest.raises(UsageError, match=r"longer already.*got 3 steps.*at least the 4"):
+        train(tiny_run(training__num_steps=3), store, stopped)
     changed = tiny_run(training__num_workers=1, training__keep_last=1, training__num_steps=12)
     assert train(changed, store, stopped)
     assert [path.name for path in (stopped / "checkpoints").glob("step-*")] == ["step-00000012"]
+    scored, moved = store_of(tmp_path / "scored", llama), shutil.copytree(llama, tmp_path / "moved")
+    for steps, place in enumerate((llama, moved), 2):
+        assert train(backbone_run(place, training__num_steps=steps), scored, tmp_path / "medusa")
 
 
 # Checkpoints.
@@ -254,6 +261,9 @@ def test_a_write_that_dies_leaves_nothing_that_looks_finished(
     with pytest.raises(GdistillError, match="power cut"):
         save(folder, make_trainee(2), 3)
     assert folder.steps() == [2, 3], "one that is being deleted is whole no more"
+    monkeypatch.undo()
+    save(folder, make_trainee(2), 4)
+    assert names(folder.directory) == {"step-00000003", "step-00000004"}, "and what was left of it goes"
 
 
 def test_a_full_disk_is_one_line_and_leaves_room(folder: CheckpointFolder) -> None:
