@@ -18,7 +18,7 @@ from trainer.objective.batch import Places
 from trainer.sampling import orders
 from trainer.sampling.block import BlockRows, BlockSampler
 from trainer.sampling.fill import Rows, fill
-from trainer.sampling.noise import RowNoise, SampleKeys, TokenRule
+from trainer.sampling.noise import RowNoise, SampleKeys
 from trainer.sampling.orders import ConfidenceSampler, FixedCountSampler, certainty, gumbels
 from trainer.sampling.registry import make_sampler
 from trainer.sampling.stopping import SampleResult, StopRule, unigram_entropy_nats
@@ -272,24 +272,13 @@ def test_gumbels_are_standard() -> None:
 
 
 def test_draws_of_a_block_are_named_by_positions_of_the_row(monkeypatch: Any) -> None:
-    """Else all blocks of a sample would share their draws, or their noise."""
-    named: dict[str, set[int]] = {"tokens": set(), "order": set(), "noise": set()}
-    choose, at = TokenRule.choose, RowNoise.at
+    """Else all blocks of a sample would share their draws; the exact laws say so of other orders, and of noise."""
+    named, at = dict[str, set[int]](), SampleKeys.at
 
-    def spy_choose(self: TokenRule, log_probs: Tensor, keys: PositionKeys) -> Tensor:
-        named["tokens"] |= set(keys.positions.tolist())
-        return choose(self, log_probs, keys)
+    def spy(self: SampleKeys, purpose: str, where: Any) -> PositionKeys:
+        named.setdefault(purpose, set()).update(Places.of(where).positions.tolist())
+        return at(self, purpose, where)
 
-    def spy_gumbels(keys: PositionKeys) -> Tensor:
-        named["order"] |= set(keys.positions.tolist())
-        return gumbels(keys)
-
-    def spy_noise(self: RowNoise, where: Any) -> Any:
-        named["noise"] |= set(Places.of(where).positions.tolist())
-        return at(self, where)
-
-    monkeypatch.setattr(TokenRule, "choose", spy_choose)
-    monkeypatch.setattr(RowNoise, "at", spy_noise)
-    monkeypatch.setattr(orders, "gumbels", spy_gumbels)
+    monkeypatch.setattr(SampleKeys, "at", spy)
     draw(tiny_student("bd3lm", block_size=4), BlockSampler(inner="confidence", nfe=3), IDS)
-    assert named["tokens"] == named["order"] == named["noise"] == set(range(1, LENGTH))
+    assert named == {purpose: {*range(1, LENGTH)} for purpose in ("sampling tokens", "sampling order")}
