@@ -92,8 +92,8 @@ def two_stage(
     from trainer.two_stage import train_two_stage, two_stage_parts
 
     chosen = [] if config is None else [read_toml(config)]
-    first = out / PLAIN if (out / PLAIN).exists() else out  # what was begun first knows its network
-    chosen.append(network_settings(init_from, student_class(student), first))
+    begun = out / PLAIN if (out / PLAIN).exists() else out  # knows the network of both parts
+    chosen.append(network_settings(init_from, student_class(student), begun))
     opened, recipe = ShardStore.find(store), read_recipe(preset)
     parts = two_stage_parts(student, opened, recipe, chosen, overrides or [])
     _finish(lambda: train_two_stage(parts, store, out, init_from))

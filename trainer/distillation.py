@@ -10,6 +10,7 @@ one outcome (:class:`trainer.objective.distillation.Outcomes`). docs/trainers.md
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -61,8 +62,8 @@ def store_rows(
         GdistillError: If no complete store is there, or no such split.
     """
     ShardStore.find(place).split(split)
-    named = {"place": place, "split": split, "seed": seed, "epochs": epochs, "with_teacher": with_teacher}
-    return IterableDataset.from_generator(_rows, gen_kwargs=named)  # workers that are spawned take it by name
+    # By name: workers that are spawned take no closure.
+    return IterableDataset.from_generator(partial(_rows, place, split, seed, epochs, with_teacher))
 
 
 def _rows(

@@ -38,9 +38,6 @@ class Inert:
 
     state: Any = None
 
-    def __new__(cls, *arguments: Any) -> Inert:
-        return super().__new__(cls)
-
     def __init__(self, *arguments: Any) -> None:
         """Whatever the object would have been made of is dropped."""
 
@@ -197,7 +194,7 @@ def settings_from(
 Value = TypeVar("Value", bool, int, float, str)
 
 
-def setting(config: Mapping[str, Any], path: str, default: Value) -> Value:
+def setting(config: Mapping[str, Any], path: str, default: Value, references: int = MAX_REFERENCES) -> Value:
     """A value of the checkpoint's config, of the default's type; the default where it is absent.
 
     ``${other.path}`` is followed.
@@ -205,16 +202,12 @@ def setting(config: Mapping[str, Any], path: str, default: Value) -> Value:
     Raises:
         GdistillError: For a value of another type.
     """
-    value, kind, where, reference = None, type(default), path, None
-    for _ in range(MAX_REFERENCES):
-        value = config
-        for key in where.split("."):
-            value = value.get(key) if isinstance(value, Mapping) else None
-        reference = REFERENCE.fullmatch(value) if isinstance(value, str) else None
-        if reference is None:
-            break
-        where = reference[1]
-    if value is None or reference is not None:
+    value, kind = config, type(default)
+    for key in path.split("."):
+        value = value.get(key) if isinstance(value, Mapping) else None
+    if isinstance(value, str) and (reference := REFERENCE.fullmatch(value)):
+        return setting(config, reference[1], default, references - 1) if references else default
+    if value is None:
         return default
     if kind is float and type(value) is int:
         return float(value)  # type: ignore[return-value]

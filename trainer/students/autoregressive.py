@@ -14,7 +14,6 @@ from shards.errors import UsageError
 from trainer.objective.batch import Batch, all_but_first
 from trainer.objective.corruption import masked_log_probs
 from trainer.students.base import LossOutput, Student, StudentConfig
-from trainer.students.configuration import require
 from trainer.students.dit import KeyValueCache, States, Tokens, causal_attention, full_attention
 from trainer.students.fused_head import weighted_nll
 
@@ -33,14 +32,9 @@ class AR(Student):
     """
 
     config_class = ARConfig
-    uses_sigma = False
+    uses_sigma = takes_noise = False
     default_sampler = "sequential"
     reads = ("kd",)
-
-    def __init__(self, config: StudentConfig) -> None:
-        kind = config.settings.conditioning
-        require(kind == "none", "conditioning", kind, "none: this baseline takes no noise")
-        super().__init__(config)
 
     def loss(self, batch: Batch, *, time_bounds: tuple[float, float] | None = None) -> LossOutput:
         """Mean NLL of tokens 1..L-1 given the tokens before them; with ``kd=token`` mixed with KL.

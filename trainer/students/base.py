@@ -172,7 +172,7 @@ class Student(PreTrainedModel, ABC):
     config_class: type[StudentConfig] = StudentConfig  # type: ignore[assignment]
     time_bounds: Tensor
     base_model_prefix = "student"
-    uses_sigma = True
+    uses_sigma = takes_noise = True
     default_sampler = "ancestral"
     reads: ClassVar[tuple[str, ...]] = ()
     """Settings and groups of them beside the widths; see :func:`unread_settings`."""
@@ -196,8 +196,9 @@ class Student(PreTrainedModel, ABC):
             self.backbone = DecoderBackbone(self.settings, config.vocab_size)
 
     def _make_conditioner(self) -> GumbelConditioner | None:
-        if self.settings.conditioning == "none":
+        if (kind := self.settings.conditioning) == "none":
             return None
+        require(self.takes_noise, "conditioning", kind, "none: this student takes no noise")
         return GumbelConditioner(self.config.vocab_size, self.settings.hidden_size, self.settings.noise)
 
     @classmethod

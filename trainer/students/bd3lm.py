@@ -55,13 +55,6 @@ def training_mask(row_length: int, block_size: int, device: torch.device) -> Ten
 
 
 @functools.lru_cache(maxsize=16)
-def block_causal_mask(length: int, block_size: int, device: torch.device) -> Tensor:
-    """[length, length] mask of a sampling pass: each block sees itself and earlier blocks."""
-    block = torch.arange(length, device=device) // block_size
-    return block[:, None] >= block[None, :]
-
-
-@functools.lru_cache(maxsize=16)
 def flex_works(device: torch.device) -> bool:
     """Whether FlexAttention trains on a GPU, tried once on a few tokens; if not, says why: sdpa is slower."""
     try:
@@ -150,7 +143,8 @@ class BD3LM(MDLM):
 
     def sampling_attention(self, length: int) -> Attend:
         """See :class:`MDLM`: each block sees itself and the blocks before it."""
-        return masked_attention(block_causal_mask(length, self.block_size, self.device))
+        block = torch.arange(length, device=self.device) // self.block_size
+        return masked_attention(block[:, None] >= block)
 
     def start_cache(self, batch_size: int) -> KeyValueCache:
         """Empty memory for the keys and values of ``batch_size`` rows.

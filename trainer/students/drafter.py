@@ -67,6 +67,7 @@ class Drafter(BackboneStudent):
 
     config_class = DrafterConfig
     default_sampler = "drafter"
+    takes_noise = False  # its sampler does
     reads = tuple(f"backbone.{name}" for name in ("location", "dtype", "num_proposed"))
 
     @classmethod
@@ -99,11 +100,6 @@ class Drafter(BackboneStudent):
         )
         self.gain = nn.Parameter(torch.ones(frozen["hidden_size"]))
 
-    def _make_conditioner(self) -> None:
-        if (got := self.settings.conditioning) != "none":
-            what = "a drafter reads no noise: its sampler does"
-            raise UsageError(what, where="model.conditioning", got=got, expected="none")
-
     def attach(self, backbone: FrozenBackbone) -> None:
         """See :class:`BackboneStudent`.
 
@@ -114,11 +110,6 @@ class Drafter(BackboneStudent):
         super().attach(backbone)
         self._is_llama = False
         self._require_trees(backbone)
-
-    @property
-    def sharded_blocks(self) -> tuple[nn.Module, ...]:
-        """See :class:`Student`; none: the layers run within the backbone's own code."""
-        return ()
 
     def loss(self, batch: Batch, *, time_bounds: tuple[float, float] | None = None) -> LossOutput:
         """0.5 KL(p || q) + TV(p, q), the mean over all positions.

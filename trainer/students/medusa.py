@@ -108,11 +108,6 @@ class Medusa(BackboneStudent):
         conditioned = self.settings.conditioning == "gumbel"
         self.noise_sequence = NoiseSequence(self.settings) if conditioned else None
 
-    @property
-    def sharded_blocks(self) -> tuple[nn.Module, ...]:
-        """See :class:`Student`; none: a head's parts are called one by one, chunk by chunk."""
-        return ()
-
     def loss(self, batch: Batch, *, time_bounds: tuple[float, float] | None = None) -> LossOutput:
         """Mean NLL of the heads' tokens behind positions 0 .. L-2-K, head k weighing 0.8^k.
 

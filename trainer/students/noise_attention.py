@@ -39,26 +39,18 @@ def noise_scores(noise: Noise, tau: float, log_prior: Float[Tensor, "v"] | float
     return log_prior - tau * arrivals.log()
 
 
-def most_probable_entries(
-    noise: Noise, count: int, tau: float, log_prior: Float[Tensor, "v"] | float
-) -> tuple[Int[Tensor, "n k"], Float[Tensor, "n k"]]:
-    """The ``count`` largest of tau xi + log prior per position, in no order: ids and scores.
-
-    The whole vocabulary of a few positions at a time: about a tile of the conditioner's.
-    """
-    positions, size = tile_shape(noise.device)
-    width = even_width(noise.num_positions, max(FEWEST_POSITIONS, positions * size // noise.vocab_size))
-    found = [noise_scores(part, tau, log_prior).topk(count, dim=-1, sorted=False) for part in noise.split(width)]
-    return torch.cat([each.indices for each in found]), torch.cat([each.values for each in found])
-
-
 def layer_scores(
     noise: Noise, tau: float, log_prior: Float[Tensor, "v"] | float, top_k: int
 ) -> tuple[Float[Tensor, "n k"], Int[Tensor, "n k"] | None]:
-    """What later layers read: scores, the largest of a position 0, and the ids of ``top_k`` > 0."""
+    """What later layers read: scores, the largest of a position 0, and the ids of ``top_k`` > 0, in no order.
+
+    These are looked for over the whole vocabulary of a few positions at a time: about a tile of the conditioner's.
+    """
     if top_k:
-        ids, scores = most_probable_entries(noise, top_k, tau, log_prior)
-        ids = ids.int()
+        positions, size = tile_shape(noise.device)
+        width = even_width(noise.num_positions, max(FEWEST_POSITIONS, positions * size // noise.vocab_size))
+        found = [noise_scores(part, tau, log_prior).topk(top_k, dim=-1, sorted=False) for part in noise.split(width)]
+        ids, scores = torch.cat([each.indices.int() for each in found]), torch.cat([each.values for each in found])
     else:
         ids, scores = None, noise_scores(noise, tau, log_prior)
     return (scores - scores.amax(dim=-1, keepdim=True)).clamp_min(LEAST_SCORE), ids
