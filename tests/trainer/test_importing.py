@@ -87,7 +87,7 @@ def test_logits_match(golden: Path, tmp_path: Path, name: str, weights: str) -> 
         assert student.block_size == told["config"]["block_size"]
 
 
-def test_missing_and_unexpected_keys_are_listed(golden: Path) -> None:
+def test_keys_that_do_not_fit_are_listed_and_the_ema_of_another_model_is_refused(golden: Path) -> None:
     checkpoint, prefix = loaded(golden), "backbone._orig_mod."
     changed = ("blocks.0.extra", "critic.weight", "blocks.1.norm1.weight")
     checkpoint["state_dict"] |= {n: torch.zeros(1) for n in (prefix + changed[0], changed[1], "teacher_model.weight")}
@@ -98,9 +98,6 @@ def test_missing_and_unexpected_keys_are_listed(golden: Path) -> None:
     given, wanted = ({name: torch.zeros(size) for name in names} for names, size in (("ab", 2), ("acdef", 3)))
     listed = "missing: c, d, e; unexpected: b; of another shape: a (2,), expected (3,)"
     assert misfit(given, wanted) == listed and misfit(given, given) == ""
-
-
-def test_ema_of_another_model_is_refused(golden: Path) -> None:
     checkpoint = loaded(golden)
     backbone, _ = backbone_of(checkpoint["state_dict"])
     shadows = checkpoint["ema"]["shadow_params"]
@@ -181,10 +178,7 @@ def test_what_shapes_do_not_show_comes_from_the_config(golden: Path) -> None:
     assert (settings.dropout, settings.noise.injection, settings.diffusion.min_time) == (0.25, "add", 0.3)
     assert (settings.diffusion.schedule, settings.diffusion.loss_weighting) == ("cosine", "rate")
     assert settings.diffusion.time_conditioning and settings.conditioning == "gumbel"
-
-
-def test_references_in_the_config_are_followed(golden: Path) -> None:
-    """Among them whether it reads blocks, where its clips do not show it."""
+    # References are followed; whether it reads blocks is said where its clips do not show it.
     config = {"model__length": "${row}", "row": 16, "block_size": "${model.length}", "algo__cross_attn": True}
     name, student = student_from(with_config(golden, "mdlm-tiny", **config))
     assert (name, student.config.row_length, student.settings.block_size) == ("bd3lm", 16, 16)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import shutil
@@ -46,9 +47,7 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_config(tmp_path_factory.mktemp("config") / "run.toml")
 
 
-def test_a_run_by_command(
-    store: Path, config: Path, tmp_path: Path, capsys: Capsys, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_by_command(store: Path, config: Path, tmp_path: Path, capsys: Capsys, monkeypatch: Any) -> None:
     """What it costs is said before, what was made and what comes next behind; no shell expands --out=~/out."""
     monkeypatch.setenv("HOME", str(tmp_path))
     out, extracted = tmp_path / "out", tmp_path / "extracted"
@@ -98,6 +97,8 @@ MISTAKES: list[tuple[list[str], str]] = [
     (["run", "--student", "mdlm"], "how long to train is not said"),
     (["status", "/nowhere"], "no training run there"),
 ]
+if importlib.util.find_spec("wandb") is None:
+    MISTAKES.append(([*RUN, "--set", "training.trackers=['wandb']"], "got wandb; pip install wandb"))
 if not torch.cuda.is_available():
     MISTAKES.append(([*RUN, "--set", "training.device=cuda"], "CUDA is asked for and absent"))
 

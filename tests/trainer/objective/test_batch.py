@@ -44,7 +44,8 @@ def arrivals(batch: Batch, mask: Tensor = MASK) -> Tensor:
     return dense_arrivals(batch.noise.at(mask))
 
 
-def test_noise_is_decoded_at_masked_positions_in_row_major_order(store: Path) -> None:
+def test_noise_is_decoded_at_masked_positions_and_makes_the_tokens_the_teachers_choice(store: Path) -> None:
+    """In row-major order."""
     batch = make_batch(store)
     assert batch.noise is not None
     noise = batch.noise.at(MASK)
@@ -57,12 +58,8 @@ def test_noise_is_decoded_at_masked_positions_in_row_major_order(store: Path) ->
     assert noise.keys.seed == derive_seed(3, "noise")
     whole = arrivals(batch, EVERYWHERE)
     assert torch.equal(whole[MASK[EVERYWHERE]], dense_arrivals(noise))
-
-
-def test_noise_makes_the_tokens_the_teachers_choice(store: Path) -> None:
-    batch = make_batch(store)
     log_probs = teacher_logits()[batch.tokens[:, :-1]].log_softmax(-1).flatten(0, 1)
-    chosen = (log_probs - arrivals(batch, EVERYWHERE).log()).argmax(-1)
+    chosen = (log_probs - whole.log()).argmax(-1)
     agreement = (chosen == batch.tokens[EVERYWHERE]).float().mean()
     assert agreement > 0.9  # four stored entries and a unigram tail: nearly always
 

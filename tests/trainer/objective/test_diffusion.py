@@ -113,16 +113,13 @@ def test_corruption_does_not_depend_on_the_split(num_blocks: int) -> None:
     assert torch.equal(whole.t[order], part.t)
 
 
-def test_another_epoch_and_another_seed_draw_anew() -> None:
-    first = corrupt(batch_of(8), DiffusionSettings(), 1, FULL)
+def test_times_and_masks_are_drawn_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Uniforms of different purposes, rounds and rows are independent, and none is 0 or 1; other seeds and epochs have
+    others."""
+    batch, first = batch_of(4000), corrupt(batch_of(8), DiffusionSettings(), 1, FULL)
     for other in (batch_of(8, epoch=1), batch_of(8, seed=4)):
         second = corrupt(other, DiffusionSettings(), 1, FULL)
         assert not torch.equal(first.t, second.t) and not torch.equal(first.mask, second.mask)
-
-
-def test_times_and_masks_are_drawn_apart(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Uniforms of different purposes, rounds and rows are independent, and none is 0 or 1."""
-    batch = batch_of(4000)
     draws = [row_uniforms(*key, 1)[:, 0] for key in (("time", batch, 0), ("mask", batch, 0))]
     draws += [row_uniforms("mask", batch, stream, 1)[:, 0] for stream in (1, 99, 100, 101)]
     correlations = torch.corrcoef(torch.stack(draws)).fill_diagonal_(0.0)
@@ -153,7 +150,7 @@ def test_rate_weights_are_sigmas_slope_over_its_growth() -> None:
     torch.testing.assert_close(found[1], 0.999 * t, rtol=1e-9, atol=0)
 
 
-def test_settings_choose_the_schedule() -> None:
+def test_settings_choose_the_schedule_and_the_weights() -> None:
     batch, shares = batch_of(64), {}
     for name in SCHEDULES:
         drawn = corrupt(batch, DiffusionSettings(schedule=name), 2, FULL)  # type: ignore[arg-type]
@@ -165,9 +162,7 @@ def test_settings_choose_the_schedule() -> None:
     # Means over t of t^2, cosine, t, log2(1 + t), sqrt t: 0.333, 0.364, 0.5, 0.557, 0.667.
     order = ["square", "cosine", "loglinear", "log", "square_root"]
     assert sorted(shares, key=shares.__getitem__) == order
-
-
-def test_weight_is_one_above_one_half() -> None:
+    # Above one half the weight is one.
     corruption = corrupt(batch_of(8), DiffusionSettings(), 2, (0.51, 1.0))
     assert (corruption.weight == 1).all()
     for low in (0.45, 0.5):
@@ -183,15 +178,13 @@ def test_substitution_by_hand() -> None:
     assert log_probs[1].tolist() == [-1e6, 0.0, -1e6]
 
 
-def test_candidates_are_the_authors() -> None:
+def test_the_search_takes_the_best_of_the_authors_candidates() -> None:
     clips = candidates()
     assert clips[0] == FULL
     assert len(clips) == 1 + 11 + 9 + 7 + 5 + 3 == len(set(clips))
     assert {(1e-3, 0.5), (0.5, 1.0), (0.45, 0.95)} <= set(clips)
     assert all(0 < low < high <= 1 for low, high in clips)
-
-
-def test_search_takes_the_smallest_variance() -> None:
+    # The one of smallest variance is taken.
     quiet = [torch.tensor([[1.0, 1.1], [0.9, 1.0]])]
     loud = [torch.tensor([[1.0, 3.0], [0.0, 1.0]])]
     assert clip_variance(quiet) == pytest.approx(quiet[0].var().item())

@@ -75,19 +75,7 @@ def test_what_is_no_model_yet_is_named(tmp_path: Path) -> None:
     assert _cell({"a": "x|y\nz", "b": {}}) == "a x\\|y z", "one cell of a table"
 
 
-def test_unknown_keys_refuse_themselves(tmp_path: Path, config: Any) -> None:
-    for change, named in (
-        ({"nosie": {"tau": 0.5}}, "nosie.*noise"),
-        ({"noise": {"tua": 0.5}}, "noise.tua.*tau"),
-        ({"hidden_sizes": 16}, "hidden_sizes"),
-        ({"noise_reading": [1]}, "noise_reading"),
-    ):
-        rewrite(tmp_path, {**config, **change})
-        with pytest.raises(UsageError, match=named):
-            read_model(tmp_path)
-
-
-def test_transformers_own_arguments_pass(tmp_path: Path, config: Any) -> None:
+def test_unknown_keys_refuse_themselves_and_transformers_own_pass(tmp_path: Path, config: Any) -> None:
     read = AutoConfig.from_pretrained(tmp_path, name_or_path="x", torch_dtype="float32")
     assert read.settings == read_model(tmp_path).settings
     assert read.num_hidden_layers == read.num_layers == config["num_layers"] == 2
@@ -96,6 +84,15 @@ def test_transformers_own_arguments_pass(tmp_path: Path, config: Any) -> None:
     assert (named.num_layers, named.num_heads, named.row_length) == (3, 4, 32)
     with pytest.raises(UsageError, match=r"stands on no backbone.*got x; .*leave --backbone out"):
         load_student(tmp_path, backbone="x")
+    for change, words in (
+        ({"nosie": {"tau": 0.5}}, "nosie.*noise"),
+        ({"noise": {"tua": 0.5}}, "noise.tua.*tau"),
+        ({"hidden_sizes": 16}, "hidden_sizes"),
+        ({"noise_reading": [1]}, "noise_reading"),
+    ):
+        rewrite(tmp_path, {**config, **change})
+        with pytest.raises(UsageError, match=words):
+            read_model(tmp_path)
 
 
 def test_every_setting_is_read_by_a_student_and_grouped_once() -> None:

@@ -93,7 +93,7 @@ def test_initial_weights_depend_on_the_run_seed_alone(store: Path) -> None:
     assert any(not torch.equal(first[name], other[name]) for name in first)
 
 
-def test_a_model_lacking_a_weight_is_refused(store: Path, finished: Path, tmp_path: Path) -> None:
+def test_a_model_of_another_shape_or_lacking_a_weight_is_refused(store: Path, finished: Path, tmp_path: Path) -> None:
     model = shutil.copytree(finished / "model", tmp_path / "model")
     path = model / "model.safetensors"
     weights = load_file(path)
@@ -103,9 +103,6 @@ def test_a_model_lacking_a_weight_is_refused(store: Path, finished: Path, tmp_pa
         with pytest.raises(UsageError, match=message):
             student_of(store, model)
         path.write_bytes(path.read_bytes()[:-100])
-
-
-def test_a_model_of_another_shape_is_refused(store: Path, finished: Path, tmp_path: Path) -> None:
     for own, noise, message in (
         ({"vocab_size": 16}, "gumbel", "another vocab_size than the store.*got 12; expected the store's 16"),
         ({"row_length": 16}, "gumbel", "another row_length than the store.*got 8; expected the store's 16"),

@@ -102,6 +102,8 @@ def test_validation_repeats_itself_and_leaves_training_alone(store: Path, tmp_pa
         assert score["num_tokens"] == rows * (LENGTH - 1)
         same = score["nll_nats"] == pytest.approx(first["nll_nats"], rel=1e-6)
         assert same == (rows == 10)
+    seeds = [next(trainer_of(store, tmp_path / "run", seed=n)[1]._batches()).seed for n in (0, 1)]
+    assert len({*seeds, 0, 1}) == 4, "no row is masked as the one of its number in training, or in another run"
     far = SimpleNamespace(nll_sum=torch.tensor(8000.0), num_tokens=10)
     with mock.patch.object(validator, "_outputs", return_value=[far]):
         assert validator.score(trainer.module, trainer.student)["perplexity"] == math.exp(700), "and not too large"
@@ -387,12 +389,6 @@ def test_validation_is_of_the_averaged_weights_without_dropout(store: Path, tmp_
         trainer._validate(validator)
     with mock.patch.object(Accelerator, "num_processes", 11), pytest.raises(UsageError, match="too few validation"):
         Validator(trainer.config, trainer.store, trainer.accelerator, True)
-
-
-def test_validation_draws_are_none_of_trainings(store: Path, tmp_path: Path) -> None:
-    """Row 0 of the one split is not masked as row 0 of the other; nor by another run."""
-    seeds = [next(trainer_of(store, tmp_path / "run", seed=n)[1]._batches()).seed for n in (0, 1)]
-    assert len({*seeds, 0, 1}) == 4
 
 
 def test_clips_are_searched_each_under_its_own(store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import shutil
@@ -99,20 +98,11 @@ def test_a_run_at_work(tmp_path: Path) -> None:
     with exclusive(out):
         text = status_text(out, now=5042.0)
     # 64 tokens a step at 320 tokens a second: 5 steps a second, 750 to go.
-    assert [line.split() for line in text.splitlines()[3:]] == [
-        ["step", "250"],
-        ["num_steps", "1000"],
-        ["tokens_per_second", "320"],
-        ["steps_per_second", "5"],
-        ["eta_seconds", "150"],
-        ["loss", "2.75"],
-        ["validation_step", "200"],
-        ["validation_nll_nats", "2.5"],
-        ["checkpoint_step", "200"],
-        ["seconds_since_line", "42"],
-        ["is_running", "True"],
-        ["is_finished", "False"],
-    ]
+    assert "; ".join(" ".join(line.split()) for line in text.splitlines()[3:]) == (
+        "step 250; num_steps 1000; tokens_per_second 320; steps_per_second 5; eta_seconds 150; loss 2.75; "
+        "validation_step 200; validation_nll_nats 2.5; checkpoint_step 200; seconds_since_line 42; "
+        "is_running True; is_finished False"
+    )
 
 
 def test_a_run_that_died_one_before_its_first_line_and_none(tmp_path: Path, monkeypatch: Any) -> None:
@@ -192,10 +182,3 @@ def test_a_resumed_run_is_the_same_one_there(store: Path, tmp_path: Path, monkey
     with pytest.raises(GdistillError, match=r"does not start.*api_key not configured") as caught:
         train(tiny_run(**WANDB), store, tmp_path / "refused")
     assert "manual" not in str(caught.value)
-
-
-@pytest.mark.skipif(importlib.util.find_spec("wandb") is not None, reason="wandb is installed")
-def test_a_tracker_that_is_not_installed_is_one_line(store: Path, tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=r"not installed.*pip install wandb"):
-        train(tiny_run(**WANDB), store, tmp_path / "out")
-    assert not (tmp_path / "out").exists()
