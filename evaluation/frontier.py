@@ -19,7 +19,7 @@ import typer
 from evaluation.figures import TEACHER, figure_file, look
 from evaluation.report import Table, write_report
 from evaluation.samples import SAMPLER_FIELDS, SampleSet, find_sample_files, named_folder, read_samples
-from evaluation.text.distance import Estimate, Rows, naive_samples, require_enough, unigram_entropy_nats
+from evaluation.text.distance import MIN_SAMPLES, Estimate, Rows, naive_samples, require_enough, unigram_entropy_nats
 from evaluation.text.reading import Judging, readings_folder
 from evaluation.text.reference import ReferenceText, Ruler
 from shards.atomic import require_writable
@@ -137,7 +137,9 @@ def frontier(
         raise UsageError("two runs of one name", where=", ".join(names), remedy="use NAME=FOLDER")
     sets = [(name, read_samples(f, folder)) for name, folder in named for f in find_sample_files(folder)]
     require_writable(out)
-    half = min(len(samples.tokens) for _, samples in sets) // 2
+    least = min((samples for _, samples in sets), key=lambda samples: len(samples.tokens))
+    require_enough(len(least.tokens), least.source, 2 * MIN_SAMPLES, f"gdistill-sample --num {4 * MIN_SAMPLES}")
+    half = len(least.tokens) // 2
     length = max(len(row) for _, samples in sets for row in samples.tokens)
     text = ReferenceText.read(data, 2 * half, length)
     judging = None if judge is None else Judging.load(judge, device, kept=readings_folder(out))

@@ -241,6 +241,9 @@ def test_a_sweep_is_a_frontier(tmp_path: Path, chain: Path) -> None:
     write_rows(tmp_path / "unknown" / "s.jsonl", rows)
     with pytest.raises(UsageError, match=r"without a number of forward passes \[.*s\.jsonl"):
         evaluate("frontier", tmp_path / "unknown", "--data", chain, "--out", tmp_path / "out")
+    write_rows(tmp_path / "few" / "s.jsonl", rows[:255], nfe=4)
+    with pytest.raises(UsageError, match=r"too few samples.*few/s\.jsonl\]; got 255; expected at least 256"):
+        evaluate("frontier", *runs, tmp_path / "few", "--data", chain, "--out", tmp_path / "out")
     assert named_folder(f"{runs[0]}/..")[0] == tmp_path.name
     with pytest.raises(UsageError, match="two runs of one name"):
         evaluate("frontier", runs[0], runs[0], "--data", chain, "--out", tmp_path / "out")
