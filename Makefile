@@ -83,7 +83,7 @@ help: ## list the targets and the variables
 
 #: CORPUS        files, a preset (owt, lm1b, ...), a data set of the hub, or maze:k4
 #: TEACHER       folder or hub id of the autoregressive teacher
-#: CODEC         what a shard holds: posterior, seeded, topk, full, quantized, hidden, ids
+#: CODEC         what a shard holds: posterior, seeded, topk, full, quantized, hidden
 #: OUT           folder of the shards (out/NAME of the corpus)
 #: SHARDS        the store that train, references read (OUT/store)
 #: STUDENT       mdlm, bd3lm, ar, medusa, drafter

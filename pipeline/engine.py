@@ -16,11 +16,9 @@ by log p of the first row, which every later run scores again.
 from __future__ import annotations
 
 import fcntl
-import glob
 import json
 import os
 import shutil
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -42,6 +40,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from pipeline.corpus.config import scheme_of
+from pipeline.corpus.documents import expand
 from pipeline.extract import ShardWork, resources_on, with_position_0
 from pipeline.run import begin_store, build_manifest, corpus_unigram, report, run_extraction, token_lines, tokenize
 from pipeline.scored import ScoredRow, ScoreFiles, row_of_response, same_length
@@ -356,7 +355,6 @@ def run_scored(request: ExtractRequest, worker: Worker, tokens_only: bool = Fals
 
 
 def _run_scores(request: ExtractRequest, worker: Worker) -> list[str]:
-    started = time.monotonic()
     tokenizer, codec = _require_tokenizer(request), request.codec
     what = "this codec needs the teacher's whole distribution, and scores are not that"
     if not isinstance(codec, PosteriorCodec):
@@ -376,8 +374,7 @@ def _run_scores(request: ExtractRequest, worker: Worker) -> list[str]:
     tensors = resources_on(torch.device("cpu"), resources)
     work = ScoreWriter(writer=writer, codec=codec, resources=tensors, dataset=dataset, fetch=fetch)
     work.write_all(worker, "scores")
-    seconds = time.monotonic() - started - work.seconds_waiting
-    lines = report(request, dataset, writer, work.num_extracted_tokens, seconds)
+    lines = report(request, dataset, writer, work.num_extracted_tokens, work.seconds)
     return lines if worker.is_main else []
 
 
@@ -392,15 +389,13 @@ def _require_tokenizer(request: ExtractRequest) -> PreTrainedTokenizerBase:
 
 def _open_files(request: ExtractRequest, codec: PosteriorCodec, tokenizer: PreTrainedTokenizerBase) -> Prepared:
     """Rows that lie scored in files, the last ones for validation; all are checked on the way."""
-    pattern, where = scheme_of(request.corpus.source)[1], "--from-logprobs"
-    paths = [Path(name) for name in sorted(glob.glob(pattern))]
-    if not paths:
-        raise UsageError("no such file", where=where, got=pattern)
-    files = ScoreFiles.open(paths, len(tokenizer), codec.num_entries)
+    pattern = scheme_of(request.corpus.source)[1]
+    files = ScoreFiles.open(expand(pattern), len(tokenizer), codec.num_entries)
     if not files.num_rows:
-        raise UsageError("the files have no rows", where=where, got=pattern)
+        raise UsageError("the files have no rows", where="--from-logprobs", got=pattern)
     fraction = request.corpus.validation_fraction
-    border = files.num_rows - max(round(files.num_rows * fraction), int(fraction > 0))
+    held_out = max(round(files.num_rows * fraction), int(fraction > 0))
+    border = files.num_rows - min(held_out, files.num_rows - int(fraction < 1))  # a row at least to train
     splits = {"train": range(border), "validation": range(border, files.num_rows)}
     row_length = request.corpus.row_length or len(files.read(0, 1)[0].token_ids)
 
@@ -414,39 +409,33 @@ def _open_files(request: ExtractRequest, codec: PosteriorCodec, tokenizer: PreTr
         return files.read(first + part.start, first + part.stop)
 
     corpus = {"source": request.corpus.source, "sha256": files.sha256, "row_length": row_length}
-    given = {split: blocks(places) for split, places in splits.items()}
-    dataset = _write_given_rows(given, tokenizer, request.out, corpus)
-    return fetch, {"id": "scores", "scores_sha256": files.sha256, "num_top": files.num_top}, dataset
-
-
-def _write_given_rows(
-    blocks: Mapping[str, Iterator[np.ndarray]], tokenizer: PreTrainedTokenizerBase, out: Path, corpus: dict[str, Any]
-) -> TokenDataset:
-    """Write ``out/tokens`` from blocks of rows, [n, L] int32, by split.
-
-    ``corpus`` says what the rows are. If rows of it are there, they are opened; those of another
-    are a UsageError.
-    """
     own = {"sha256": tokenizer_sha256(tokenizer), "vocab_size": len(tokenizer)}
     identity = {"corpus": corpus, "special_ids": {}, "tokenizer": own, "sources": {}}
-    done, work = out / "tokens", out / ".tokens.partial"
-    out.mkdir(parents=True, exist_ok=True)
-    with file_claim(out / ".tokens.lock", wait=True):
+    done, work = request.out / "tokens", request.out / ".tokens.partial"
+    scores = {"id": "scores", "scores_sha256": files.sha256, "num_top": files.num_top}
+    with file_claim(request.out / ".tokens.lock", wait=True):
         if done.exists():
             dataset = TokenDataset.open(done)
-            check_identity(dataset.record["identity"], identity, done)
-            return dataset
+            found = dataset.record["identity"]
+            moved = {**corpus, "source": found["corpus"].get("source")}  # where the files lie says nothing
+            check_identity(found, {**identity, "corpus": moved}, done)
+            for split, places in splits.items():
+                if (rows := dataset.num_rows(split)) != len(places):
+                    what, where = "the token rows here were split otherwise", f"{done}: {split}"
+                    remedy = f"choose another output folder, or remove {done}"
+                    raise UsageError(what, where=where, got=rows, expected=len(places), remedy=remedy)
+            return fetch, scores, dataset
         shutil.rmtree(work, ignore_errors=True)
-        splits = {}
-        for split, rows in blocks.items():
-            writer, closed = PartWriter(work / split, corpus["row_length"]), []
-            for block in rows:
+        parts = {}
+        for split, places in splits.items():
+            writer, closed = PartWriter(work / split, row_length), []
+            for block in blocks(places):
                 writer.write(block)
                 if writer.is_full:
                     closed.append(writer.close())
-            splits[split] = Split([part for part in [*closed, writer.close()] if part is not None])
+            parts[split] = Split([part for part in [*closed, writer.close()] if part is not None])
         border_ids = {"bos_id": tokenizer.bos_token_id, "eos_id": tokenizer.eos_token_id}
-        return publish_rows(out, splits, identity, corpus, tokenizer, border_ids)
+        return fetch, scores, publish_rows(request.out, parts, identity, corpus, tokenizer, border_ids)
 
 
 def _ask_engine(request: ExtractRequest, tokenizer: PreTrainedTokenizerBase, worker: Worker) -> Prepared:
@@ -456,16 +445,21 @@ def _ask_engine(request: ExtractRequest, tokenizer: PreTrainedTokenizerBase, wor
     split = next(split for split in dataset.splits if dataset.num_rows(split))
     record, identity = request.out / ENGINE_FILE, engine.identity()
     (row,) = engine.score(dataset.read_rows(split, 0, 1).tolist(), ["the first row"])
-    if record.exists():
-        known = np.asarray(json.loads(record.read_text(encoding="utf-8"))["log_probs"], np.float32)
-        change = float(np.abs(row.token_log_probs[1:] - known[1:]).mean())
-        if change > MAX_MEAN_CHANGE_NATS:
-            what, where = "the engine's model changed under the same name", request.settings.engine.url
-            got = f"log p of the first row moved by {change:.3f} nats a token"
-            expected = f"at most {MAX_MEAN_CHANGE_NATS}"
-            raise GdistillError(what, where=where, got=got, expected=expected, remedy=SAME_MODEL)
-    else:
-        write_json_atomic(record, {**identity, "log_probs": row.token_log_probs.tolist()})
+    own, rows, known = row.token_log_probs, dataset.fingerprint, {}
+    try:
+        known = json.loads(record.read_text(encoding="utf-8")) if record.exists() else {}
+        known = known if known.get("fingerprint", rows) == rows else {}  # of rows that are gone
+        change = float(np.abs(own - np.asarray(known.get("log_probs", own), np.float32))[1:].mean())
+    except (ValueError, AttributeError, TypeError) as error:
+        what, remedy = "cannot read what the engine gave before", "remove the file, if the model is the same"
+        raise GdistillError(what, where=record, got=error, remedy=remedy) from error
+    if not change <= MAX_MEAN_CHANGE_NATS:
+        what, where = "the engine's model changed under the same name", request.settings.engine.url
+        got = f"log p of the first row moved by {change:.3f} nats a token"
+        expected = f"at most {MAX_MEAN_CHANGE_NATS}"
+        raise GdistillError(what, where=where, got=got, expected=expected, remedy=SAME_MODEL)
+    if not known:
+        write_json_atomic(record, {**identity, "fingerprint": rows, "log_probs": own.tolist()})
 
     def fetch(part: ShardRange, tokens: np.ndarray) -> Sequence[ScoredRow]:
         names = [f"{part.split} row {part.start + i}" for i in range(len(tokens))]

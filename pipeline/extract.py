@@ -17,6 +17,7 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import signal
+import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -67,6 +68,8 @@ class ShardWork(ABC):
     resources: Mapping[str, Tensor]
     stop: StopRequest = field(default_factory=lambda: StopRequest(signal.SIGTERM))
     num_extracted_tokens: int = 0
+    seconds: float = 0.0
+    """Of work on shards; waiting for others is none."""
     seconds_waiting: float = 0.0
 
     def write_all(self, worker: Worker, stage: str) -> None:
@@ -75,12 +78,14 @@ class ShardWork(ABC):
         total = sum(manifest.splits.values()) * manifest.row_length
         done = total - sum(map(self.num_tokens, pending))
         bar = progress_bar(stage, total, done=done, main_process=worker.is_main)
+        started = time.monotonic()
         with self.stop.listening(), bar as shown:
             try:
                 self.run(pending, worker, shown)
             except Stopped as error:
                 got, remedy = f"{len(writer.all_pending())} shards still to do", "run the same command again to finish"
                 raise Stopped(error.what, where=writer.location.url, got=got, remedy=remedy) from error
+        self.seconds = time.monotonic() - started - self.seconds_waiting
 
     def run(self, shards: list[ShardRange], worker: Worker, bar: Bar) -> None:
         """Write every shard that no other process finishes; free ones in this worker's order."""

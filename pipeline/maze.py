@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -126,7 +127,7 @@ class MazeLayout:
 
 def load_maze(layout: str | Path) -> MazeLayout:
     """A built-in layout by name (k4 if none is named), or a file of the grid; a UsageError for any other."""
-    name, path = str(layout) or "k4", Path(layout)
+    name, path = str(layout) or "k4", Path(os.path.expanduser(layout))
     if name in LAYOUTS:
         return MazeLayout(name, LAYOUTS[name])
     if not path.is_file():

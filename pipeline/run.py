@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
-import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
@@ -50,7 +49,7 @@ def run_extraction(request: ExtractRequest, worker: Worker, load: Callable[..., 
         UsageError: If the request cannot be met, or differs from what is there.
         GdistillError: If something fails on the way; finished shards are kept.
     """
-    started, settings = time.monotonic(), request.settings
+    settings = request.settings
     device = resolve_device(worker.device(settings.device))
     require_writable(request.out)
     begun = require_store_place(request.store)
@@ -78,7 +77,7 @@ def run_extraction(request: ExtractRequest, worker: Worker, load: Callable[..., 
     manifest = build_manifest(request, dataset, identity, files.hidden_size)
     resources = _resources(request, dataset, loaded)
     writer = begin_store(request, dataset, manifest, resources, files.folder)
-    num_tokens, waiting = 0, 0.0
+    num_tokens, seconds = 0, 0.0
     if writer.all_pending():
         teacher = loaded()
         if obstacle := use_noise_kernel("auto", teacher.device):
@@ -97,8 +96,8 @@ def run_extraction(request: ExtractRequest, worker: Worker, load: Callable[..., 
             rows = GeneratedRows(teacher, dataset, settings.sequential, settings.seed, work.stop.check)
             work.read_rows, work.process = rows.read, rows.process
         work.write_all(worker, "extract")
-        num_tokens, waiting = work.num_extracted_tokens, work.seconds_waiting
-    lines = report(request, dataset, writer, num_tokens, time.monotonic() - started - waiting)
+        num_tokens, seconds = work.num_extracted_tokens, work.seconds
+    lines = report(request, dataset, writer, num_tokens, seconds)
     if padding := files.num_logits - len(tokenizer):
         width = f"{files.num_logits:,}"
         lines.append(f"  logits         {width}, the last {padding:,} of no token: left out")
@@ -315,7 +314,7 @@ def begin_store(
     path, values = request.out / "config.json", request.to_mapping()
     with suppress(OSError, ValueError):
         if json.loads(path.read_text(encoding="utf-8")) == values:
-            return writer  # a file that says the same is left alone: a finished run may be read-only
+            return writer  # a file that says the same is left alone
     write_json_atomic(path, values)
     return writer
 
@@ -373,7 +372,7 @@ def corpus_lines(dataset: TokenDataset) -> list[str]:
 def report(
     request: ExtractRequest, dataset: TokenDataset, writer: ShardWriter, num_tokens: int, seconds: float
 ) -> list[str]:
-    """The store in numbers, kept as ``summary.json`` too, of the tokens that this process extracted.
+    """The store in numbers, kept as ``summary.json`` too; ``seconds`` are those of ``num_tokens``, extracted here.
 
     ``num_tokens`` there counts position 0; ``shard_bytes`` grow with the corpus, and are what
     ``bytes_per_token`` is of; ``fp16_bytes_per_token`` is what the noise as fp16 vectors would take, 2 V.

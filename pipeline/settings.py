@@ -290,11 +290,11 @@ class ExtractRequest:
     def stored_rows(self, split: str, available: int) -> int:
         """Rows of a split that the store gets of a corpus that has so many, the first ones.
 
-        A teacher that writes its own may write more, where a number is asked for.
+        A teacher that writes its own may write more, where a number is asked for and no prompts are given.
         """
         limit = self.row_limits.get(split, available)
         own = split != "validation" or self.settings.store.validation_rows is not None
-        writes = self.settings.mode == "sequential" and own and available > 0
+        writes = self.settings.mode == "sequential" and own and available > 0 and self.corpus.packing != "prompts"
         return limit if writes else min(available, limit)
 
     def with_row_length(self, context_length: int | None) -> ExtractRequest:
@@ -319,7 +319,11 @@ def resolve_request(
     if re.match(r"[a-z][a-z0-9+]+:/", str(out)):
         remedy = "token rows are kept locally; --store takes a URL for the shards"
         raise UsageError("the folder of a run is local", where="--out", got=out, remedy=remedy)
-    values = merge(read_toml(config_file) if config_file else {}, _without_none(options))
+    out = Path(os.path.expanduser(out))  # --out=~/run
+    asked = _without_none(options)
+    values = merge(read_toml(config_file) if config_file else {}, asked)
+    if isinstance(table := asked.get("corpus"), Mapping) and "spec" in table:
+        values["corpus"]["source"] = None  # a file's, which is the same by its other name
     for text in overrides:
         values = merge(values, nested(*parse_override(text)))
     known = sorted([*TABLES_APART, *(each.name for each in fields(ExtractSettings))])
@@ -351,7 +355,11 @@ def resolve_request(
     name = codec.pop("name", DEFAULT_CODEC)
     if scores and name == DEFAULT_CODEC:
         codec.setdefault("num_entries", settings.engine.num_top)  # more room would stay empty
-    return ExtractRequest(out, settings, chosen, make_codec(str(name), **codec))
+    made, own = make_codec(str(name), **codec), settings.sequential
+    if made.needs_hidden and (own.temperature, own.nucleus_p) != (1.0, 1.0):
+        what, got = "this codec keeps the teacher's own distribution alone", f"{name}, temperature or nucleus beside it"
+        raise UsageError(what, where="--codec", got=got, remedy="use --codec posterior")
+    return ExtractRequest(out, settings, chosen, made)
 
 
 def _check_meaning(settings: ExtractSettings, given: Mapping[str, Any], from_files: bool) -> None:

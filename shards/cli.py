@@ -139,8 +139,8 @@ def convert(
     source = ShardStore.find(store)
     parameters = {".".join(path): value for path, value in map(parse_override, overrides or [])}
     target = make_codec(codec, **parameters)
-    if source.location.url == open_location(out).url:
-        raise UsageError("a store cannot be its own source", where="--out", got=out)
+    if f"{open_location(out).url}/".startswith(f"{source.location.url}/"):
+        raise UsageError("a store cannot lie in its own source", where="--out", got=out)
     with progress_bar("convert", sum(source.manifest.splits.values()) * source.manifest.row_length) as bar:
         writer = run(source, out, target, bar)
     if not writer.is_complete():

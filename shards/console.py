@@ -58,6 +58,12 @@ def run_command(app: Callable[..., object], /, **others: Callable[..., object]) 
             remedy = f"; see {context.command_path} --help" if context is not None else ""
             _say(f"error: {message[:1].lower()}{message[1:].rstrip('.')}{remedy}")
         sys.exit(error.exit_code)
+    except OSError as error:  # a disk that is full, a folder in a file's place
+        if os.environ.get("GDISTILL_TRACEBACK") == "1":
+            raise
+        where = f" [{error.filename2 or error.filename}]" if error.filename else ""
+        _say(f"error: cannot read or write{where}; got {error.strerror or error}")
+        sys.exit(1)
     except (KeyboardInterrupt, typer.Abort):
         _say(INTERRUPTED)
         sys.exit(130)

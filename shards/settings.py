@@ -28,7 +28,7 @@ from dataclasses import MISSING
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Any, Literal, SupportsIndex, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from shards.errors import UsageError, did_you_mean
 
@@ -216,14 +216,14 @@ def _git(*words: str) -> str:
     return done.stdout.strip()
 
 
-def derive_seed(*parts: int | str) -> int:
+def derive_seed(*parts: SupportsIndex | str) -> int:
     """A 63-bit seed that is a pure function of ``parts`` (for example seed, "mask", epoch, row).
 
-    The parts are hashed with their types and lengths, so ("a", "bc") and ("ab", "c") differ.
+    The parts are hashed with their kinds and lengths, so ("a", "bc") and ("ab", "c") differ, and 1 and "1".
     """
     digest = hashlib.blake2b(digest_size=8)
     for part in parts:
-        text = f"{type(part).__name__}:{part}".encode()
+        text = f"{'str' if isinstance(part, str) else 'int'}:{part}".encode()  # numpy's integers too
         digest.update(len(text).to_bytes(8, "little") + text)
     return int.from_bytes(digest.digest(), "little") >> 1
 

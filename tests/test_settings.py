@@ -12,6 +12,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 import pytest
 import typer
 
@@ -111,7 +112,7 @@ def test_values_are_read_as_toml_and_later_ones_win() -> None:
 def test_a_seed_knows_where_its_parts_end_and_of_what_type_they_are() -> None:
     parts: list[tuple[int | str, ...]] = [("a", "bc"), ("ab", "c"), ("abc",), ("1",), (1,), ("1", "int:1"), (1, 1)]
     assert len({derive_seed(*each) for each in parts}) == len(parts)
-    assert derive_seed(7, "noise", "train") == 8192547404644105121
+    assert derive_seed(7, "noise", "train") == 8192547404644105121 == derive_seed(np.int64(7), "noise", "train")
     assert generator(1, "a").initial_seed() == derive_seed(1, "a")
 
 
@@ -197,7 +198,8 @@ def test_a_wrong_option_takes_one_line(error_of: Callable) -> None:
 
 @pytest.mark.parametrize(
     ("error", "expected"),
-    [(ending(), (130, f"{INTERRUPTED}\n")) for ending in (KeyboardInterrupt, typer.Abort)] + [(typer.Exit(3), (3, ""))],
+    [(ending(), (130, f"{INTERRUPTED}\n")) for ending in (KeyboardInterrupt, typer.Abort)]
+    + [(typer.Exit(3), (3, "")), (OSError(28, "full", "a"), (1, "error: cannot read or write [a]; got full\n"))],
 )
 def test_a_command_that_is_interrupted_or_leaves_has_its_exit_code(
     error_of: Callable, error: BaseException, expected: tuple[int, str]

@@ -39,6 +39,8 @@ MEANT_FOR = {
     "seed": ("maze",),
 }
 """Settings that only some kinds of source look at."""
+OF_SCORED_ROWS = ("source", "row_length", "validation_fraction")
+"""All that means something for rows that an engine scored."""
 
 
 @dataclass(frozen=True)
@@ -106,11 +108,11 @@ class CorpusConfig:
             from pipeline.corpus.detokenize import detokenizer
 
             detokenizer(self.detokenizer)  # refuses an unknown one
-        if (self.packing in MARKED) != (scheme_of(self.source)[0] == "chat"):
-            what = "conversations have a packing of their own"
-            got = f"{self.packing}, {self.source}"
-            expected = f"one of {MARKED} with a chat: source"
-            raise UsageError(what, where="corpus.packing", got=got, expected=expected)
+        for source in filter(None, (self.source, self.validation_source)):
+            if (self.packing in MARKED) != (scheme_of(source)[0] == "chat"):
+                what = "conversations have a packing of their own"
+                expected = f"one of {MARKED} with a chat: source"
+                raise UsageError(what, where="corpus.packing", got=f"{self.packing}, {source}", expected=expected)
         if not self.document_separator.strip():
             raise UsageError("no separator", where="corpus.document_separator")
         if self.validation_source and self.validation_split:
@@ -166,8 +168,12 @@ def corpus_config(spec: str, settings: Mapping[str, Any] | None = None, *, is_re
         preset = read_toml(PRESETS / "maze.toml") if scheme == "maze" else {}
         base = {**preset, "source": spec, **({"packing": "chat"} if scheme == "chat" else {})}
     else:
-        base = read_toml(Path(spec)) if spec.endswith(".toml") else {"source": _source_of_path(spec, is_read)}
-    config = resolve(CorpusConfig, base, given)
+        base = read_toml(Path(spec)) if spec.endswith(".toml") else {"source": spec}
+    values = {**base, **given}
+    for name in ("source", "validation_source"):
+        if (source := values.get(name)) and str(source).partition(":")[0] not in SCHEMES:
+            values[name] = _source_of_path(str(source), is_read)
+    config = resolve(CorpusConfig, values)
     _check_meaning(config, given)
     scheme, rest = scheme_of(config.source)
     if scheme == "maze" and config.row_length is None:
@@ -182,7 +188,8 @@ def _check_meaning(config: CorpusConfig, given: dict[str, Any]) -> None:
     sources = [source for source in (config.source, config.validation_source) if source]
     schemes = {scheme_of(source)[0] for source in sources}
     for field in fields(config):
-        value, fitting = getattr(config, field.name), MEANT_FOR.get(field.name, schemes)
+        every = SCHEMES if field.name in OF_SCORED_ROWS else SCHEMES[:-1]
+        value, fitting = getattr(config, field.name), MEANT_FOR.get(field.name, every)
         if field.name in given and value != field.default and not schemes.intersection(fitting):
             what = f"this setting means nothing for a {'/'.join(sorted(schemes))}: source"
             where, expected = f"corpus.{field.name}", f"a source of {': '.join(fitting)}:"

@@ -282,8 +282,8 @@ def _decoded(text: bytes | str, where: str, source: Source, policy: BadUtf8, tal
     except UnicodeEncodeError as error:
         if is_refused(error.start, "a lone surrogate"):
             return None
-        encoded = text.encode("utf-8", "replace")
-        text = encoded.decode()
+        text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+        encoded = text.encode()
     tally.num_control_characters += len(encoded) - len(encoded.translate(None, CONTROL_BYTES))
     tally.num_bytes += len(encoded)
     return text

@@ -34,9 +34,11 @@ def _json_object(decoded: str, where: str) -> dict[str, Any]:
 def json_text(field: str, decoded: str, where: str) -> str:
     """The text in a field of a JSON line."""
     record = _json_object(decoded, where)
-    value = record.get(field)
+    value = record.get(field, ...)
+    if value is None:
+        return ""
     if not isinstance(value, str):
-        got = f"fields {sorted(record)}" if value is None else type(value).__name__
+        got = f"fields {sorted(record)}" if value is ... else type(value).__name__
         remedy = did_you_mean(field, record.keys() - {field})
         raise GdistillError(f"no text in field {field!r}", where=where, got=got, remedy=remedy)
     return value
@@ -51,7 +53,7 @@ def conversation(field: str, is_prompts: bool, decoded: str, where: str) -> str:
     record = _json_object(decoded, where)
     value = record.get("messages" if field == "text" else field)
     if value is None and is_prompts and isinstance(record.get("prompt"), str):
-        return json.dumps([where, record["prompt"]])
+        return json.dumps([where, record["prompt"]], ensure_ascii=False)
     if not value or not isinstance(value, list):
         got, expected = f"fields {sorted(record)}", '"messages", a list of turns'
         raise GdistillError("no conversation", where=where, got=got, expected=expected)
@@ -60,12 +62,13 @@ def conversation(field: str, is_prompts: bool, decoded: str, where: str) -> str:
         if role not in ROLES:
             raise GdistillError("not a turn", where=place, got=role or turn, expected=f"a role of {ROLES}")
         if not isinstance(turn.get("content"), str) or not turn["content"].strip():
-            raise GdistillError("an empty turn", where=place, got=f"role {role}")
+            expected = "content, a text"
+            raise GdistillError("an empty turn", where=place, got=f"role {role}", expected=expected)
     last = value[-1]["role"]
     if is_prompts == (last == "assistant"):
         what = "a prompt ends with" if is_prompts else "no answer to learn: it ends with"
         raise GdistillError(f"{what} the {last}'s turn", where=where)
-    return json.dumps([where, value])
+    return json.dumps([where, value], ensure_ascii=False)  # a lone surrogate must be seen
 
 
 def open_parquet(path: Path) -> pq.ParquetFile:

@@ -69,10 +69,10 @@ def _marked(tokenizer: PreTrainedTokenizerBase, where: str, messages: Any) -> Id
             raise GdistillError(what, where=where, expected=expected, remedy=remedy)
         spans.append((len(before), len(behind)))
     encoding = backend(tokenizer).encode(text, add_special_tokens=False)
-    starts = np.array([begin for begin, _ in encoding.offsets], np.int64)
+    starts, ends = np.array(encoding.offsets, np.int64).reshape(-1, 2).T
     counted = np.zeros(len(starts), bool)
-    for begin, end in spans:
-        counted |= (starts >= begin) & (starts < end)
+    for begin, end in spans:  # the answer's first token may begin with the template's last space
+        counted |= (ends > begin) & (starts < end)
     ids = np.array(encoding.ids, np.int32)
     return np.where(counted, ids, ~ids)
 

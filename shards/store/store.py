@@ -227,6 +227,7 @@ class SplitReader:
         arrays: Collection[str] | None,
         check_ids: Callable[[Mapping[str, np.ndarray], int], str],
     ) -> None:
+        self._given = location, manifest, split, arrays, check_ids
         self.location, self.manifest, self.split, self._check_ids = location, manifest, split, check_ids
         self.num_rows = manifest.splits[split]
         self.rows_per_chunk = manifest.rows_per_chunk
@@ -234,6 +235,9 @@ class SplitReader:
         names = list(dict.fromkeys(manifest.all_arrays if arrays is None else arrays))
         self._files: dict[int, dict[str, tuple[int, bytes, bytes]]] = {}  # of shards met: 300 bytes a file
         self._arrays = {name: self._open(name) for name in names}
+
+    def __reduce__(self) -> tuple[type[SplitReader], tuple[object, ...]]:
+        return SplitReader, self._given  # opened anew by a DataLoader's worker that is not forked
 
     @property
     def fingerprint(self) -> str:

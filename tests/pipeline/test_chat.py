@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tokenizers import Tokenizer, processors
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from evaluation.likelihood.validation import validation_perplexity
@@ -110,6 +110,15 @@ def test_rows_are_begun_once_and_their_first_token_never_counts(teacher: Path) -
     assert asked.tolist() == [~w5, EOS, EOS, EOS, EOS]
     (nothing,) = encode_chats(load_tokenizer(teacher), EOS, 3, lines[2:3])
     assert nothing.tolist() == [~EOS, EOS, EOS]
+    # A token of the answer that takes the template's last space along counts.
+    words = {word: i for i, word in enumerate(("▁u:", "▁a:", "▁w5", "▁w6", "▁"))}
+    fast = Tokenizer(models.WordLevel(words))
+    fast.pre_tokenizer = pre_tokenizers.Metaspace()  # type: ignore[assignment]
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=fast)
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ m.role[0] }}: {{ m.content }} {% endfor %}{{ 'a: ' if add_generation_prompt }}"
+    )
+    assert encode_chats(tokenizer, 4, 6, lines[1:2])[0].tolist() == [~0, ~2, ~1, 3, 4, ~4]
 
 
 def test_padding_is_no_part_of_the_unigram(conversations: ShardStore, teacher: Path, tmp_path: Path) -> None:
@@ -232,6 +241,7 @@ MISTAKES = {
     "no turns": ({"messages": []}, "chat", ["no conversation"]),
     "answered": ({"messages": turns("w3", "w4")}, "prompts", ["ends with the assistant's turn"]),
     "long prompt": ({"prompt": LONG}, "prompts", ["the prompt is longer", "at most 11"]),
+    "surrogate": ({"prompt": "\ud800"}, "prompts", ["not UTF-8", "a lone surrogate"]),
 }  # fmt: skip
 
 

@@ -228,7 +228,7 @@ def test_nan_logits_name_row_and_position_and_leave_an_unfinished_store(
         ShardStore.open(tmp_path / "store")
 
 
-def test_settings_come_from_file_options_and_overrides(tmp_path: Path, corpus: Path) -> None:
+def test_settings_come_from_file_options_and_overrides(tmp_path: Path, corpus: Path, monkeypatch: Patch) -> None:
     file = tmp_path / "run.toml"
     file.write_text(
         f'seed = 1\n[corpus]\nspec = "text:{corpus}"\nrow_length = 8\n[codec]\nname = "full"\n'
@@ -240,6 +240,11 @@ def test_settings_come_from_file_options_and_overrides(tmp_path: Path, corpus: P
     assert (settings.seed, settings.store.rows) == (3, 7)
     assert (settings.teacher.location, settings.teacher.dtype) == ("b", "bfloat16")
     assert request.codec.name == "full" and request.corpus.row_length == 8
+    file.write_text(f'[corpus]\nsource = "text:absent.txt"\nvalidation_source = "{corpus}"\n')
+    monkeypatch.setenv("HOME", str(tmp_path))
+    chosen = resolve_request(Path("~/run"), {"corpus": {"spec": f"text:{corpus}"}}, [], file)
+    assert (chosen.corpus.source, chosen.out) == (f"text:{corpus}", tmp_path / "run")
+    assert chosen.corpus.validation_source == f"text:{corpus}"
     unset = resolve_request(tmp_path, {"corpus": {"source": str(corpus)}})
     for context, length in ((512, 512), (131_072, 1024), (None, 1024)):
         assert unset.with_row_length(context).corpus.row_length == length
@@ -248,6 +253,7 @@ def test_settings_come_from_file_options_and_overrides(tmp_path: Path, corpus: P
         ({"corpus": 3}, "expected a table"),
         ({"device": "cpu", "teacher": {"device_map": "auto"}}, r"exclude each other.*device_map"),
         ({"teacher": {"location": "a", "preset": "demo"}}, "--teacher-preset"),
+        ({"mode": "sequential", "codec": {"name": "hidden"}, "sequential": {"nucleus_p": 0.9}}, "distribution alone"),
     ):
         with pytest.raises(UsageError, match=message):
             resolve_request(tmp_path, given, [], file)
@@ -545,7 +551,10 @@ def test_a_teacher_that_writes_is_planned_as_it_is_run(tmp_path: Path) -> None:
         plan = planned(tmp_path, {**given, "store": store})
         assert plan["tokens"] == f"{rows * 11:,} one row a document; {rows:,} rows of 11"
         assert plan["teacher"] == f"{16 * 8 * 128**2:,} parameters: maze teacher (full), V = 6"
-    assert resolve_request(tmp_path, {**given, "store": {"rows": 9}}).stored_rows("train", 0) == 0
+    asked = {**given, "store": {"rows": 9}}
+    assert resolve_request(tmp_path, asked).stored_rows("train", 0) == 0
+    asked["corpus"] = {"spec": "chat:a.jsonl", "packing": "prompts"}
+    assert resolve_request(tmp_path, asked).stored_rows("train", 4) == 4, "an answer has a prompt"
 
 
 def test_codec_sizes_are_those_of_real_shards() -> None:

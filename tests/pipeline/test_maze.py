@@ -45,11 +45,13 @@ def test_built_in_layouts_have_the_known_paths(layout: str, lengths: dict[int, i
         assert len(set(cells)) == len(cells) and cells[-1] == maze.target
 
 
-def test_layouts_from_files_worked_by_hand(tmp_path: Path) -> None:
+def test_layouts_from_files_worked_by_hand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """S T over two free cells: straight right, or down right up."""
     text = tmp_path / "plain.txt"
     text.write_text("ST\n..\n")
-    assert load_maze(text).paths() == [("right",), ("down", "right", "up")]
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for place in (text, "~/plain.txt"):
+        assert load_maze(place).paths() == [("right",), ("down", "right", "up")]
     assert MazeLayout("hand", ("ST", ".."), max_moves=2).paths() == [("right",)]
     maze = MazeLayout("hand", ("ST", ".."), max_moves=3)
     assert (maze.start, maze.target, maze.row_length) == ((0, 0), (0, 1), 5)

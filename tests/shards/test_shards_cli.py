@@ -289,7 +289,7 @@ def test_what_cannot_be_made_or_shown_is_one_line_and_nothing_is_written(
     for place in ("/proc/row.html", "/", "folder"):
         code, text = run("show", url, "--out", tmp_path / place)
         assert code == 2 and text.count("\n") == 1, place
-    for place in (url, f"file://{url}", f"{url}/../store"):
+    for place in (url, f"file://{url}", f"{url}/../store", f"{url}/full"):
         code, text = run("convert", url, "--codec", "full", "--out", place)
         assert code == 2 and "its own source" in text, place
 

@@ -276,8 +276,8 @@ def test_text_that_is_not_utf8(tmp_path: Path) -> None:
         config = corpus_config(f"text:{path}", settings)
         assert list(read_documents(config, "train", tally)) == expected
         assert tally.num_bad_utf8 == 1
-    lines.write_bytes(b'{"text": "ok"}\n{"text": "\\ud800 lone"}\n')
-    for policy, expected in (("replace", ["ok", "? lone"]), ("skip", ["ok"])):
+    lines.write_bytes(b'{"text": "ok"}\n{"text": null}\n{"text": "\\ud800 lone"}\n')
+    for policy, expected in (("replace", ["ok", "� lone"]), ("skip", ["ok"])):
         assert everything(f"jsonl:{lines}", on_bad_utf8=policy, **ALL) == expected
     column = pa.array([b"ok"] * 300 + [b"\xff"]).view(pa.string())
     pq.write_table(pa.table({"text": column}), tmp_path / "a.parquet")
@@ -309,6 +309,8 @@ IDLE = {"field": "story", "split": "test", "seed": 3, "revision": "main", "valid
         ("text:{folder}/a.csv", {"validation_documents": 2}, r"held out.*got 2; .*at most 1"),
         ("text:{folder}/a.csv", {"document_separator": " "}, "document_separator"),
         ("text:{folder}/a.csv", {"group_documents": 2, "packing": "pad"}, "nothing for pad"),
+        ("text:{folder}/a.csv", {"validation_source": "chat:a.jsonl"}, "a packing of their own.*concat, chat:a"),
+        ("scores:a.jsonl", {"limit_documents": 3}, r"means nothing.*corpus\.limit_documents"),
         ("owt", {"validation_source": "text:a", "validation_split": "b"}, "exclude each other"),
         *(("text:{folder}/a.csv", {name: value}, rf"means nothing.*corpus\.{name}") for name, value in IDLE.items()),
         ("jsonl:a.jsonl", {"document_separator": "line"}, "document_separator"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import shlex
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -384,8 +385,19 @@ def test_a_killed_run_goes_on_where_the_ledger_ends_and_with_the_same_model(
         num_scored, given["engine"]["num_top"] = server.num_scored, NUM_TOP + 1
         with pytest.raises(UsageError, match=r"other inputs.*teacher\.num_top"):
             run(tmp_path / "broken", given)
+        record = tmp_path / "whole/engine.json"
+        before, given["engine"]["num_top"] = record.read_text(), NUM_TOP
+        for text in ("{", "[]", '{"log_probs": "x"}', '{"log_probs": [1, 2]}'):
+            record.write_text(text)
+            with pytest.raises(GdistillError, match=r"cannot read what the engine gave.*engine\.json.*remove"):
+                run(tmp_path / "whole", given)
+        record.write_text(before)
+        for gone in ("tokens", "store"):
+            shutil.move(tmp_path / "whole" / gone, tmp_path / gone)
+        given["corpus"]["row_length"] = ROW_LENGTH - 2
+        assert run(tmp_path / "whole", given), "other rows say nothing of the model"
     assert 0 < num_scored < all_scored
-    assert contents(tmp_path / "whole/store") == contents(tmp_path / "broken/store")
+    assert contents(tmp_path / "store") == contents(tmp_path / "broken/store")
 
 
 FAULTS = {
@@ -529,9 +541,17 @@ def test_files_of_scores_become_a_store(tmp_path: Path, in_files: dict[str, Any]
     with monkeypatch.context() as patch, pytest.raises(GdistillError, match="scores are of other rows"):
         patch.setattr(ScoreFiles, "read", lambda *of: read(*of)[:: -1 if (late / "tokens").exists() else 1])
         run(late, in_files)
-    in_files["corpus"]["spec"] = f"scores:{tmp_path}/s*.jsonl"
-    with pytest.raises(UsageError, match="other settings"):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    moved = {**in_files, "corpus": {**in_files["corpus"], "spec": "scores:~/scores.jsonl"}}
+    assert run(tmp_path / "out", moved) and contents(tmp_path / "out/store") == before
+    with pytest.raises(UsageError, match=r"split otherwise.*train.*got 27; expected 30"):
+        run(tmp_path / "out", none)
+    lines = (tmp_path / "scores.jsonl").read_text().splitlines(keepends=True)
+    (tmp_path / "scores.jsonl").write_text("".join(lines[::-1]))
+    with pytest.raises(UsageError, match=r"other settings.*corpus\.sha256"):
         run(tmp_path / "out", in_files)
+    (tmp_path / "scores.jsonl").write_text(lines[0])
+    assert run(tmp_path / "one", in_files).manifest.splits == {"train": 1}, "to learn from"
 
 
 def test_one_process_at_a_time_writes_the_rows_of_scores(
@@ -604,7 +624,7 @@ OF_SCORES: list[tuple[dict[str, Any], str]] = [
     ({"codec": {"name": "seeded"}}, "whole distribution.*seeded"),
     ({"teacher": {}}, "no tokenizer.*--tokenizer"),
     ({"mode": "sequential"}, "writes none"),
-    ({**FILES, "engine": {}}, "no such file"),
+    ({**FILES, "engine": {}}, "no file matches"),
     (FILES, "need no engine.*--engine"),
     ({"engine": {"num_top": 5}}, "without one.*engine.num_top"),
     ({"codec": {"name": "hidden"}}, "whole distribution.*hidden.*--teacher DIR"),

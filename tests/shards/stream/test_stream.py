@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 import threading
 import weakref
 from collections import Counter
@@ -409,7 +410,7 @@ def test_workers_do_not_show_and_any_batch_is_a_place_to_resume(store: Path, wor
     shares = [sorted(one + other) for one, other in zip(*ranks, strict=True)]
     assert shares == [sorted(batch) for batch in epochs[0]]
     seen = list(DataLoader(rows, batch_size=None, num_workers=workers))
-    assert ids_of(seen) == epochs[0]
+    assert ids_of(seen) == epochs[0] == ids_of(pickle.loads(pickle.dumps(open_rows(store)))), "as workers are spawned"
     for index in (0, 2, len(seen) - 1):
         again = open_rows(store)
         again.load_state_dict(rows.state_dict(seen[index]))
