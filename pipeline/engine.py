@@ -399,11 +399,6 @@ def _open_files(request: ExtractRequest, codec: PosteriorCodec, tokenizer: PreTr
     splits = {"train": range(border), "validation": range(border, files.num_rows)}
     row_length = request.corpus.row_length or len(files.read(0, 1)[0].token_ids)
 
-    def blocks(places: range) -> Iterator[np.ndarray]:
-        for part in (places[start : start + ROWS_AT_ONCE] for start in range(0, len(places), ROWS_AT_ONCE)):
-            rows = files.read(part.start, part.stop)
-            yield same_length(rows, row_length, f"rows from {part.start + 1}")
-
     def fetch(part: ShardRange, tokens: np.ndarray) -> Sequence[ScoredRow]:
         first = splits[part.split].start
         return files.read(first + part.start, first + part.stop)
@@ -429,8 +424,9 @@ def _open_files(request: ExtractRequest, codec: PosteriorCodec, tokenizer: PreTr
         parts = {}
         for split, places in splits.items():
             writer, closed = PartWriter(work / split, row_length), []
-            for block in blocks(places):
-                writer.write(block)
+            for start in places[::ROWS_AT_ONCE]:
+                rows = files.read(start, min(start + ROWS_AT_ONCE, places.stop))
+                writer.write(same_length(rows, row_length, f"rows from {start + 1}"))
                 if writer.is_full:
                     closed.append(writer.close())
             parts[split] = Split([part for part in [*closed, writer.close()] if part is not None])

@@ -328,11 +328,7 @@ class ScoreFiles:
         if unknown := [path for path in paths if path.suffix not in kinds]:
             where, expected = "--from-logprobs", "files that end in .parquet or .jsonl"
             raise UsageError("no scored rows", where=where, got=unknown[0], expected=expected)
-        try:
-            files = tuple(kinds[path.suffix](path) for path in sorted(paths))
-        except OSError as error:
-            raise UsageError("cannot read scored rows", where=error.filename, got=error) from error
-        return cls(files, vocab_size, num_top)
+        return cls(tuple(kinds[path.suffix](path) for path in sorted(paths)), vocab_size, num_top)
 
     @property
     def num_rows(self) -> int:

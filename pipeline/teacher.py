@@ -158,16 +158,6 @@ class Teacher:
         bias = None if head.bias is None else head.bias[: self.vocab_size].float().cpu()
         return head.weight[: self.vocab_size].detach().float().cpu(), bias
 
-    def log_probs(self, rows: Int[Tensor, "b l"]) -> Float[Tensor, "b t v"]:
-        """[B, L-1, V] float32: entry i is the distribution of the token at position i + 1, nats."""
-        return self.output(rows, torch.arange(rows.shape[0])).log_probs
-
-    def output(self, rows: Int[Tensor, "b l"], row_ids: Int[Tensor, "b"], need_hidden: bool = False) -> TeacherOutput:
-        """Score rows; see :meth:`forward` and :func:`check_output` for the errors."""
-        output = self.forward(rows, row_ids, need_hidden).normalise(self.vocab_size)
-        check_output(output)
-        return output
-
     @torch.inference_mode()
     def forward(self, rows: Int[Tensor, "b l"], row_ids: Int[Tensor, "b"], need_hidden: bool = False) -> RawLogits:
         """The forward pass alone; on a GPU it may still be running when this returns.

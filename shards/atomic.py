@@ -58,6 +58,9 @@ def write_bytes_atomic(path: Path, data: bytes) -> None:
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
+    except OSError as error:
+        error.filename, error.filename2 = str(path), None  # of a full disk there was none
+        raise
     finally:
         temporary.unlink(missing_ok=True)
     fsync_path(path.parent)

@@ -38,10 +38,7 @@ def description_text(found: Description) -> str:
     splits, corpus = manifest.splits, manifest.tokens.get("corpus")
     corpus = corpus.get("source", corpus) if isinstance(corpus, dict) else corpus
     fingerprint = str(manifest.tokens.get("fingerprint", "unknown"))[:12]
-    parameters = ", ".join(
-        f"{name}={value:g}" if isinstance(value, float) else f"{name}={value}"
-        for name, value in manifest.codec.get("parameters", {}).items()
-    )
+    parameters = ", ".join(f"{name}={value}" for name, value in manifest.codec["parameters"].items())
     done = f"{found.num_finished} of {found.num_shards} shards, {found.num_tokens:,} tokens"
     rows = ", ".join(f"{name} {rows:,}" for name, rows in splits.items())
     lines = {
@@ -90,9 +87,7 @@ def verify_command(
     for shard in forget_shards(place.location, problems) if forget else []:
         typer.echo(f"forgotten: {shard}")
     if problems:
-        remedy = "each line above says what to do"
-        if forget:
-            remedy = "run the command that wrote the store again"
+        remedy = "run the command that wrote the store again" if forget else "each line above says what to do"
         got = f"{len(problems)} problems"
         raise IntegrityError("the store is not sound", where=store, got=got, remedy=remedy)
     typer.echo(f"sound: {Description.of(place).num_finished} shards, every hash as recorded")

@@ -33,7 +33,7 @@ def command_app(**options: Any) -> typer.Typer:
 def run_command(app: Callable[..., object], /, **others: Callable[..., object]) -> None:
     """Run a Typer app; whatever the user got wrong becomes one line on stderr and an exit code.
 
-    A :class:`GdistillError` brings its own code, a wrong option 2. Of several processes with the
+    A :class:`GdistillError` brings its own code, an OSError 1, a wrong option 2. Of several processes with the
     same wrong request only the first one says so. ``GDISTILL_TRACEBACK=1`` lets tracebacks through.
 
     Args:
@@ -42,9 +42,11 @@ def run_command(app: Callable[..., object], /, **others: Callable[..., object]) 
     """
     try:
         sys.exit(_call(app, others))
-    except GdistillError as error:
+    except (GdistillError, OSError) as error:
         if os.environ.get("GDISTILL_TRACEBACK") == "1":
             raise
+        if isinstance(error, OSError):  # a disk that is full, a folder in a file's place
+            error = GdistillError("cannot read or write", where=error.filename or "", got=error.strerror or error)
         if not isinstance(error, UsageError) or is_first_process():
             _say(f"error: {error}")
         sys.exit(error.exit_code)
@@ -58,12 +60,6 @@ def run_command(app: Callable[..., object], /, **others: Callable[..., object]) 
             remedy = f"; see {context.command_path} --help" if context is not None else ""
             _say(f"error: {message[:1].lower()}{message[1:].rstrip('.')}{remedy}")
         sys.exit(error.exit_code)
-    except OSError as error:  # a disk that is full, a folder in a file's place
-        if os.environ.get("GDISTILL_TRACEBACK") == "1":
-            raise
-        where = f" [{error.filename2 or error.filename}]" if error.filename else ""
-        _say(f"error: cannot read or write{where}; got {error.strerror or error}")
-        sys.exit(1)
     except (KeyboardInterrupt, typer.Abort):
         _say(INTERRUPTED)
         sys.exit(130)

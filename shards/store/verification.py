@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from shards.atomic import FileRecord
-from shards.errors import GdistillError, IntegrityError
+from shards.errors import GdistillError
 from shards.store.location import Location, open_location
 from shards.store.manifest import COMPUTED_FILE, MANIFEST_FILE, Manifest, ShardRange, read_record, rewrite_remedy
 from shards.store.store import ShardStore
@@ -110,15 +110,10 @@ def verify(location: str | Path | Location, advance: Progress | None = None) -> 
     """
     place = open_location(location)
     try:
-        data = place.read(MANIFEST_FILE)
-    except FileNotFoundError:
-        return [Problem(MANIFEST_FILE, "missing", "restore it from a copy: there is no store here")]
-    try:
-        manifest = Manifest.from_bytes(data, f"{place.url}/{MANIFEST_FILE}")
-    except IntegrityError as error:
-        return [Problem(MANIFEST_FILE, str(error), "restore it from a copy")]
-    except GdistillError as error:
-        return [Problem(MANIFEST_FILE, str(error), "nothing else was checked")]
+        manifest = Manifest.from_bytes(place.read(MANIFEST_FILE), f"{place.url}/{MANIFEST_FILE}")
+    except (FileNotFoundError, GdistillError) as error:
+        what = str(error) if isinstance(error, GdistillError) else "missing"
+        return [Problem(MANIFEST_FILE, what, "nothing else was checked")]
     return list(_problems(place, manifest, advance or (lambda _: None)))
 
 

@@ -13,6 +13,8 @@ from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 
 from pipeline.cli import run as run_request
 from pipeline.settings import Worker, resolve_request
+from pipeline.teacher import Teacher, check_output
+from shards.codec.protocol import TeacherOutput
 from shards.noise.embedding import Noise
 from shards.noise.philox import PositionKeys
 from shards.store.store import ShardStore
@@ -77,6 +79,17 @@ def run(out: Path, given: dict[str, Any], worker: Worker | None = None) -> Shard
     """Run the extraction, from an engine where one is given, and open what it made."""
     run_request(resolve_request(out, given), worker or Worker())
     return ShardStore.open(out / "store")
+
+
+def scored(
+    teacher: Teacher, rows: torch.Tensor, ids: torch.Tensor | None = None, hidden: bool = False
+) -> TeacherOutput:
+    """What a teacher says of rows, checked."""
+    output = teacher.forward(rows, torch.arange(len(rows)) if ids is None else ids, hidden).normalise(
+        teacher.vocab_size
+    )
+    check_output(output)
+    return output
 
 
 def stored_noise(store: ShardStore, split: str = "train") -> tuple[Noise, torch.Tensor]:

@@ -488,7 +488,7 @@ def test_what_stands_behind_the_layers_is_read_without_them(kind: str, tmp_path:
     ids = torch.randint(0, 64, (2, 9))
     teacher = StatesTeacher(loaded, 64)
     teacher.engine = given = Given(model, ids)  # type: ignore[assignment]
-    found = teacher.output(ids, torch.arange(2)).log_probs
+    found = extract_cases.scored(teacher, ids).log_probs
     torch.testing.assert_close(found, given.expected, rtol=0, atol=1e-4)
 
 

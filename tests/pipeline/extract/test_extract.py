@@ -56,7 +56,7 @@ def test_store_holds_rows_and_what_the_teacher_says_of_them(finished: Path, teac
         arrays = store.split(split).read_rows(0, len(rows))
         assert np.array_equal(arrays["tokens"], rows)
         tokens = torch.from_numpy(rows).long()
-        log_probs = model.log_probs(tokens).gather(-1, tokens[:, 1:, None]).squeeze(-1)
+        log_probs = extract_cases.scored(model, tokens).log_probs.gather(-1, tokens[:, 1:, None]).squeeze(-1)
         stored = torch.from_numpy(arrays["token_log_probs"])
         assert (stored[:, 1:] - log_probs).abs().max() < 1e-5
         for name in arrays.keys() - {"tokens"}:
@@ -82,7 +82,7 @@ def test_frozen_noise_reproduces_every_token_and_differs_between_splits(
     given = asked(codec={"name": "full"}, corpus=own)
     store, larger = run(tmp_path, given), run(tmp_path / "larger", given | {"store": {"rows_per_shard": 32}})
     noise, tokens = extract_cases.stored_noise(store)
-    log_probs = Teacher.load(teacher, device="cpu").log_probs(tokens).flatten(0, 1)
+    log_probs = extract_cases.scored(Teacher.load(teacher, device="cpu"), tokens).log_probs.flatten(0, 1)
     assert torch.equal(gumbel_argmax(log_probs, dense_arrivals(noise)), tokens[:, 1:].flatten())
     # Equal rows of two splits have noise of their own.
     train, held_out = (store.split(name).read_rows(0, 20) for name in ("train", "validation"))

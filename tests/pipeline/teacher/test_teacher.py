@@ -26,7 +26,7 @@ from shards.noise.gumbel import KeyedPrior, gumbel_argmax
 from shards.noise.philox import PositionKeys
 from tests.pipeline import extract_cases
 from tests.pipeline.conftest import Asked
-from tests.pipeline.extract_cases import CONTEXT_LENGTH, ROW_LENGTH, VOCAB_SIZE, contents, run
+from tests.pipeline.extract_cases import CONTEXT_LENGTH, ROW_LENGTH, VOCAB_SIZE, contents, run, scored
 
 Gpu = Callable[[int], torch.device]
 PADDED = 64
@@ -95,7 +95,7 @@ def test_log_probs_are_those_of_transformers_over_real_tokens(tmp_path: Path, fa
         logits = plain(input_ids=random_rows()).logits[:, :-1, : teacher.vocab_size]
     assert logits.std() > 0.1, "a uniform teacher would hide a wrong column"
     # Two products in float32 over 16 numbers, in another order.
-    whole = teacher.log_probs(random_rows())
+    whole = scored(teacher, random_rows()).log_probs
     assert (whole - logits.log_softmax(-1)).abs().max() < 1e-4
     # Token by token with a cache it says the same.
     cache = None
@@ -108,8 +108,8 @@ def test_log_probs_are_those_of_transformers_over_real_tokens(tmp_path: Path, fa
 def test_bfloat16_keeps_float32_logits(tmp_path: Path, corpus: Path, family: str) -> None:
     folder = save(tmp_path, family)
     teacher = load(folder, "bfloat16")
-    output = teacher.output(random_rows(), torch.tensor([4, 9, 7]), need_hidden=True)
-    narrow, wide = output.log_probs, load(folder).log_probs(random_rows())
+    output = scored(teacher, random_rows(), torch.tensor([4, 9, 7]), hidden=True)
+    narrow, wide = output.log_probs, scored(load(folder), random_rows()).log_probs
     assert narrow.dtype == torch.float32 and output.rows.tolist() == [4, 9, 7]
     # Activations keep 8 bits, some 2^-8 of logits that spread over a few nats: no more than that.
     assert 0 < (narrow - wide).abs().mean() < 0.1
@@ -136,10 +136,10 @@ def test_a_teacher_is_compiled_and_attends_as_asked(teacher: Path, monkeypatch: 
         return scorer
 
     monkeypatch.setattr(torch, "compile", compile_)
-    plain = load(teacher).log_probs(random_rows())
+    plain = scored(load(teacher), random_rows()).log_probs
     assert used == []
     compiled = load(teacher, compiled=True)
-    assert torch.allclose(compiled.log_probs(random_rows()), plain, atol=1e-5)
+    assert torch.allclose(scored(compiled, random_rows()).log_probs, plain, atol=1e-5)
     assert used == [compiled.model]
     for kernel in ("eager", "sdpa"):
         assert load(teacher, attention=kernel).model.config._attn_implementation == kernel
@@ -149,14 +149,14 @@ def test_a_teacher_is_compiled_and_attends_as_asked(teacher: Path, monkeypatch: 
 
 
 def test_rows_that_cannot_be_scored_are_refused_by_place(loaded: Teacher) -> None:
-    assert loaded.log_probs(random_rows(1, CONTEXT_LENGTH)).shape[1] == CONTEXT_LENGTH - 1
+    assert scored(loaded, random_rows(1, CONTEXT_LENGTH)).log_probs.shape[1] == CONTEXT_LENGTH - 1
     with pytest.raises(UsageError, match=rf"context.*got 17.*at most {CONTEXT_LENGTH}"):
-        loaded.log_probs(random_rows(1, CONTEXT_LENGTH + 1))
+        scored(loaded, random_rows(1, CONTEXT_LENGTH + 1))
     rows = random_rows()
     for token in (VOCAB_SIZE, -1):
         rows[1, 4] = token
         with pytest.raises(UsageError, match="row 21, position 4"):
-            loaded.output(rows, torch.tensor([20, 21, 22]))
+            scored(loaded, rows, torch.tensor([20, 21, 22]))
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
@@ -166,14 +166,14 @@ def test_bad_logits_are_refused_by_row_and_position(loaded: Teacher, value: floa
     rows[rows == 9] = 8
     poison(loaded, (2, 2, 7 if value == float("-inf") else 9), value)
     with pytest.raises(GdistillError, match="row 32, position 3"):
-        loaded.output(rows, torch.tensor([30, 31, 32]))
+        scored(loaded, rows, torch.tensor([30, 31, 32]))
 
 
 def test_impossible_tokens_elsewhere_are_legal(loaded: Teacher) -> None:
     poison(loaded, (..., 9), float("-inf"))
     rows = random_rows()
     rows[rows == 9] = 8
-    log_probs = loaded.output(rows, torch.arange(3)).log_probs
+    log_probs = scored(loaded, rows).log_probs
     assert torch.allclose(log_probs.exp().sum(-1), torch.ones(3, 11), atol=1e-5)
 
 
@@ -210,7 +210,7 @@ def test_without_a_tokenizer_every_logit_is_a_token(tmp_path: Path) -> None:
     assert load(folder).vocab_size < PADDED
     for file in folder.glob("*token*"):
         file.unlink()
-    assert load(folder).vocab_size == load(folder).log_probs(random_rows()).shape[-1] == PADDED
+    assert load(folder).vocab_size == scored(load(folder), random_rows()).log_probs.shape[-1] == PADDED
 
 
 def test_a_device_that_is_not_there_is_refused(loaded: Teacher) -> None:
@@ -277,7 +277,7 @@ def test_cached_generation_is_gumbel_max_over_the_full_forward_pass(loaded: Teac
     expected = first[:, None]
     for position in range(1, ROW_LENGTH):
         padded = torch.cat([expected, torch.zeros(3, 1, dtype=torch.int64)], 1)
-        log_probs = loaded.log_probs(padded)[:, -1]
+        log_probs = scored(loaded, padded).log_probs[:, -1]
         keys = PositionKeys(3, row_ids, torch.full((3,), position))
         noise = dense_arrivals(KeyedPrior(keys, VOCAB_SIZE))
         expected = torch.cat([expected, gumbel_argmax(log_probs, noise)[:, None]], 1)
@@ -293,7 +293,7 @@ def test_stored_noise_reproduces_every_token_when_rows_are_scored_again(
     store = run(tmp_path, asked(**FULL, sequential=sampling, store={"rows": 40}))
     noise, tokens = extract_cases.stored_noise(store)
     settings = SequentialSettings(**sampling)  # type: ignore[arg-type]
-    log_probs = processed(loaded.log_probs(tokens), settings, tokens[:, 1:])
+    log_probs = processed(scored(loaded, tokens).log_probs, settings, tokens[:, 1:])
     winners = gumbel_argmax(log_probs.flatten(0, 1), dense_arrivals(noise))
     assert torch.equal(winners, tokens[:, 1:].flatten())
 
