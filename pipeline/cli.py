@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
+from pipeline.corpus.config import scheme_of
 from pipeline.settings import ExtractRequest, PlanOptions, Worker, resolve_request
 from shards.console import command_app, run_command
 from shards.errors import UsageError
@@ -152,7 +153,7 @@ def run(request: ExtractRequest, worker: Worker, tokens_only: bool = False) -> l
         UsageError: If the request cannot be met, or differs from what is there.
         GdistillError: If something fails on the way; finished shards are kept.
     """
-    if request.is_scored:
+    if request.settings.engine.url is not None or scheme_of(request.corpus.source)[0] == "scores":
         from pipeline.engine import run_scored  # late, as below: it waits for torch
 
         return run_scored(request, worker, tokens_only)

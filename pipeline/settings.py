@@ -26,7 +26,7 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
-from pipeline.corpus.config import MARKED, CorpusConfig, corpus_config, scheme_of
+from pipeline.corpus.config import MARKED, CorpusConfig, corpus_config
 from shards.errors import UsageError, did_you_mean
 from shards.settings import check_bounds, merge, nested, parse_override, read_toml, resolve, setting, to_mapping
 
@@ -274,11 +274,6 @@ class ExtractRequest:
     def store(self) -> str:
         """Where the store goes: a folder or a URL."""
         return self.settings.store.location or str(self.out / "store")
-
-    @property
-    def is_scored(self) -> bool:
-        """Whether the teacher runs elsewhere: an engine is asked, or has answered."""
-        return self.settings.engine.url is not None or scheme_of(self.corpus.source)[0] == "scores"
 
     @property
     def row_limits(self) -> dict[str, int]:

@@ -33,7 +33,6 @@ from shards.codec.ids import (
     used_width,
 )
 from shards.codec.protocol import Arrays, ArraySpec, FreshDraws, LogProbs, TeacherOutput, Tokens, encode_in_parts
-from shards.errors import UsageError
 from shards.noise.gumbel import DenseProbabilities, Entries, HeadAndTail, Probabilities
 from shards.settings import check_bounds, setting
 
@@ -109,15 +108,9 @@ class PosteriorCodec(FreshDraws):
         """Arrays of n positions from their k most probable tokens alone, as engines give them.
 
         ``ids`` come most probable first, -1 where fewer than k are known; ``log_probs`` are nats, -inf there.
-
-        Raises:
-            UsageError: If the codec keeps whole distributions (M >= V), which k tokens are not.
+        M must be less than V: k tokens are no whole distribution.
         """
         order = FrequencyOrder.of(resources["unigram_log_probs"])
-        most = f"below the vocabulary's {len(order.id_of_rank)}"
-        if self.num_entries >= len(order.id_of_rank):
-            what, where = "the likeliest tokens are not a whole distribution", "codec.num_entries"
-            raise UsageError(what, where=where, got=self.num_entries, expected=most)
         missing = (0, self.num_entries - ids.shape[1])  # negative: cut off
         ids, listed = pad(ids, missing, value=-1), pad(log_probs, missing, value=-math.inf)
         used = (ids >= 0) & (listed >= math.log(self.min_probability))
