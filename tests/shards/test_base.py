@@ -15,11 +15,10 @@ from typing import Any
 
 import pytest
 from rich.console import Console
-from transformers.utils import logging
 
 from shards import atomic, settings
 from shards.atomic import discard_leftovers, exclusive, file_claim, is_held, whole_lines, write_bytes_atomic
-from shards.console import progress_bar, without_library_bars
+from shards.console import progress_bar
 from shards.errors import GdistillError, Stopped, StopRequest, UsageError, first_line
 from shards.settings import code_version as stamp
 from shards.store.location import LocalLocation
@@ -201,17 +200,6 @@ def test_progress_on_a_terminal(later: Callable[[float], None], monkeypatch: pyt
         bar.note("[shard 3]")
     shown = screen.file.getvalue()  # type: ignore[attr-defined]
     assert "2.0k/4.0k B, 100 B/s" in shown and "[shard 3]" in shown
-
-
-def test_bars_and_reports_of_libraries_come_back_as_they_were() -> None:
-    for switch in (logging.disable_progress_bar, logging.enable_progress_bar):
-        switch()
-        before = (logging.is_progress_bar_enabled(), logging.get_verbosity())
-        for reports in (True, False):
-            with without_library_bars(reports):
-                assert not logging.is_progress_bar_enabled()
-                assert (logging.get_verbosity() == before[1]) == reports
-            assert (logging.is_progress_bar_enabled(), logging.get_verbosity()) == before
 
 
 def test_another_librarys_error_takes_one_line_or_its_name() -> None:

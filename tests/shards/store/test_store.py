@@ -170,11 +170,8 @@ def test_an_incomplete_store_is_refused_unless_asked(tmp_path: Path) -> None:
 
 def test_who_writes_waits_for_who_writes_the_same(tmp_path: Path) -> None:
     """For no longer here than a writer would take that does not wait."""
-    place, ways, root = (
-        LocalLocation(tmp_path),
-        [{"device": name, "kernels": None} for name in ("gpu", "cpu")],
-        tmp_path / "store",
-    )
+    place, root = LocalLocation(tmp_path), tmp_path / "store"
+    ways = [{"device": name, "kernels": None} for name in ("gpu", "cpu")]
     with ThreadPoolExecutor(2) as pool:
         with place.claim("computed", wait=False), LocalLocation(root).claim("create", wait=False):
             other = pool.submit(record_ways, place, [ways[1], ways[0], ways[1]])
