@@ -318,7 +318,7 @@ def resolve_request(
     asked = _without_none(options)
     values = merge(read_toml(config_file) if config_file else {}, asked)
     if isinstance(table := asked.get("corpus"), Mapping) and "spec" in table:
-        values["corpus"]["source"] = None  # a file's, which is the same by its other name
+        values["corpus"]["source"] = table.get("source")  # not a file's: that is the same by its other name
     for text in overrides:
         values = merge(values, nested(*parse_override(text)))
     known = sorted([*TABLES_APART, *(each.name for each in fields(ExtractSettings))])

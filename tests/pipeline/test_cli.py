@@ -242,6 +242,7 @@ def test_settings_come_from_file_options_and_overrides(tmp_path: Path, corpus: P
     chosen = resolve_request(Path("~/run"), {"corpus": {"spec": f"text:{corpus}"}}, [], file)
     assert (chosen.corpus.source, chosen.out) == (f"text:{corpus}", tmp_path / "run")
     assert chosen.corpus.validation_source == f"text:{corpus}"
+    assert resolve_request(tmp_path, {"corpus": {"spec": "owt", "source": "hf:a"}}).corpus.source == "hf:a"
     unset = resolve_request(tmp_path, {"corpus": {"source": str(corpus)}})
     for context, length in ((512, 512), (131_072, 1024), (None, 1024)):
         assert unset.with_row_length(context).corpus.row_length == length
