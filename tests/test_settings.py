@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from importlib import import_module
 from itertools import pairwise
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any, Literal
 
 import numpy as np
@@ -25,7 +26,7 @@ from shards.settings_table import Section, setting_lines, settings_app, table_li
 from tests.commands import python
 from trainer.cli import SETTINGS as TRAIN
 from trainer.sample_cli import SETTINGS as SAMPLE
-from trainer.sampling.registry import SAMPLERS, sampler_class
+from trainer.sampling.registry import SAMPLERS
 
 SECTIONS = [*EXTRACT, *TRAIN, *SAMPLE]
 
@@ -140,7 +141,7 @@ def test_no_codec_and_no_sampler_is_left_out() -> None:
     codecs = [section.config_class for section in EXTRACT if section.prefix == "codec"]
     assert set(codecs) == {codec.load() for codec in CODECS.values()}
     named = {section.title.split()[-1]: section.config_class for section in SAMPLE}
-    assert named == {name: sampler_class(name) for name in SAMPLERS}
+    assert named == {name: resolve_name(target) for name, target in SAMPLERS.items()}
     meant = dict(setting_lines(named["medusa"]))["max_lookahead"][1]
     assert meant.endswith("None is as many as the student proposes."), "its own words, not those of what it stands on"
 
