@@ -158,11 +158,14 @@ def test_a_plan_touches_nothing_and_says_what_is_done(extract: Command, tmp_path
 OF_ENGINE: dict[str, Any] = {"num_top": 0, "url": "localhost:8000"}
 BAD: dict[str, tuple[list[object], str]] = {
     "no corpus": (["--corpus", None], "no corpus"),
+    "unknown corpus": (["--corpus", "owtt"], "did you mean 'owt'"),
     "missing file": (["--corpus", "text:/nonexistent/x.txt"], "/nonexistent/x.txt"),
     "no teacher": (["--teacher", None], "no teacher"),
     "unknown codec": (["--codec", "posteriour"], "did you mean 'posterior'"),
+    "codec parameter": (["--set", "codec.num_entrys=3"], "did you mean 'num_entries'"),
     "unknown key": (["--set", "store.row=3"], "did you mean 'rows'"),
     "mode": (["--mode", "serial"], "'serial'"),
+    "GPU": (["--device", f"cuda:{torch.cuda.device_count()}"], "no such GPU"),
     "worker": (["--worker", 2], "belong together"),
     "worker number": (["--worker", 2, "--workers", 2], "no such worker"),
     "temperature": (["--set", "sequential.temperature=0"], "[sequential.temperature]; got 0"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -25,7 +26,7 @@ from shards.store.location import LocalLocation
 from shards.store.store import ShardStore, ShardWriter
 from shards.store.verification import verify
 from tests.pipeline.conftest import Asked, Patch
-from tests.pipeline.extract_cases import contents, run, times
+from tests.pipeline.extract_cases import ROW_LENGTH, contents, run, times
 
 PAUSE_SECONDS = 0.15
 _context = get_context("forkserver")
@@ -96,6 +97,19 @@ def trial(tmp_path: Path, asked: Asked, reference: dict[str, bytes]) -> Trial:
 def test_processes_write_the_bytes_of_one(trial: Trial, workers: list[tuple[int, int]]) -> None:
     processes = [trial.start(*worker) for worker in workers]
     assert [end(process) for process in processes] == [0] * len(workers)
+    trial.require_bytes_of_one()
+
+
+@pytest.mark.slow
+def test_accelerate_writes_the_bytes_of_one(trial: Trial, teacher: Path, corpus: Path) -> None:
+    words = "-m accelerate.commands.launch --multi_gpu --num_processes 2 --num_machines 1 --mixed_precision no"
+    words += f" --dynamo_backend no --main_process_port 0 -m pipeline.cli --out {trial.out} --corpus text:{corpus}"
+    words += f" --teacher {teacher} --row-length {ROW_LENGTH} --batch-size 4 --device cpu"
+    settings = "corpus.document_separator=line corpus.validation_fraction=0.1 codec.num_entries=5"
+    settings += " store.rows_per_shard=16 store.rows_per_chunk=8 threads=1"
+    given = [sys.executable, *words.split(), *(f"--set={each}" for each in settings.split())]
+    done = subprocess.run(given, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
     trial.require_bytes_of_one()
 
 

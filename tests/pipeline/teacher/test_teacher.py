@@ -218,6 +218,7 @@ def test_a_device_that_is_not_there_is_refused(loaded: Teacher) -> None:
         (f"cuda:{torch.cuda.device_count()}", "no such GPU"),
         ("abacus", "unknown device"),
         ("meta", r"device not supported.*cuda:N"),
+        ("mps", r"device not supported.*cuda:N"),
     ):
         with pytest.raises(UsageError, match=message):
             resolve_device(name)

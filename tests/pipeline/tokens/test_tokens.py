@@ -481,6 +481,15 @@ def test_a_normalizer_that_adds_to_the_text_forbids_cuts(bpe: PreTrainedTokenize
     assert len(pieces) > 10 and not any(piece.startswith(" then") for piece in pieces)
 
 
+def test_real_tokenizers(shared: Path) -> None:
+    text = (shared / "data/tinystories/tinystories_a.txt").read_text(encoding="utf-8")[:60_000]
+    for name in ("gpt2-tokenizer", "stories260K"):
+        fast = backend(load_tokenizer(shared / "data" / name))
+        for part in (text, text[:99]):  # in pieces, and at once
+            (found,) = encode(load_tokenizer(shared / "data" / name), [part])
+            assert found.tolist() == whole(fast, part)
+
+
 def test_long_and_short_documents_in_one_batch_keep_their_order(
     bpe: PreTrainedTokenizerFast, monkeypatch: Patch
 ) -> None:

@@ -246,6 +246,8 @@ TEACHER = {"id": "tiny", "weights_sha256": "ab" * 32, "dtype": "float32"}
 CHANGES: list[tuple[dict, str]] = [
     ({"seed": 8}, "seed.*got 8.*expected 7"),
     ({"teacher": {**TEACHER, "weights_sha256": "00"}}, "teacher.weights"),
+    ({"teacher": {**TEACHER, "dtype": "bf16"}}, "teacher.dtype"),
+    ({"tokenizer": {"id": "tiny", "sha256": "00"}}, "tokenizer.sha256"),
     ({"tokens": {"fingerprint": "00", "corpus": {}}}, "tokens"),
     ({"codec": {"name": "topk", "parameters": {"num_entries": 4}}}, "parameters.num_entries"),
     ({"codec": {"name": "topk", "parameters": {"num_entries": 3.0}}}, r"num_entries.*got 3\.0.*expected 3"),
@@ -293,6 +295,7 @@ DAMAGES: dict[str, Callable[[bytes], bytes | None]] = {
     "missing": lambda data: None,
     "empty": lambda data: b"",
     "cut by one": lambda data: data[:-1],
+    "halved": lambda data: data[: len(data) // 2],
     "grown by one": lambda data: data + b"\0",
     **{f"bit {part} of 4": lambda data, part=part: cases.flipped(data, 2 * len(data) * part + 3) for part in range(4)},
 }

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -367,6 +369,19 @@ def test_only_old_leftovers_of_downloads_are_removed(tmp_path: Path, free: Calla
     free(0)
     put(FileCache(tmp_path), b"first")
     assert set(tmp_path.iterdir()) == {running, strange, copy_of(FileCache(tmp_path), b"first")}
+
+
+def test_a_download_killed_on_the_way_is_never_taken_for_a_copy(tmp_path: Path) -> None:
+    code = f"""
+import os
+from pathlib import Path
+from shards.store.remote import FileCache
+from shards.atomic import FileRecord
+os.replace = lambda *_: os.kill(os.getpid(), 9)
+FileCache(Path({str(tmp_path)!r})).open(FileRecord.of(b"content"), lambda: b"content")
+"""
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == -9
+    assert len(list(tmp_path.iterdir())) == 1 and put(FileCache(tmp_path), b"content")
 
 
 def test_the_cache_lies_where_the_variable_says(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
