@@ -308,7 +308,10 @@ def test_no_file_may_be_missing_of_another_length_or_altered_in_a_bit(
     """verify names it, a reader refuses, and no part is read wrongly."""
     for name, data in cases.file_bytes(root).items():
         with damaged(root / name, DAMAGES[damage](data)):
-            assert name in [problem.file for problem in verify(root)], f"{name}: not named"
+            problems = {problem.file: str(problem) for problem in verify(root)}
+            assert name in problems, f"{name}: not named"
+            is_gone = (name, damage) == ("manifest.json", "missing")
+            assert ("there is no store here" in problems[name]) == is_gone
             found, refused = read_everything(root)
         assert refused, f"{name}: read as if it were sound"
         wrong = [part for part, content in found.items() if content != truth[part]]
