@@ -34,7 +34,7 @@ class Point:
 
     Attributes:
         model: Name of the run.
-        setting: Of its sampler.
+        setting: Of its sampler; the table shows what is not the same for all points.
         passes: Forward passes per sequence.
         processor_seconds: Per sequence; None where the file does not say.
         chosen_by: Distance of the first half of the samples.
@@ -113,9 +113,8 @@ def dominance(points: Sequence[Point]) -> list[str]:
     for one, other in permutations(dict.fromkeys(p.model for p in points), 2):
         ours, theirs = ([p for p in points if p.model == name] for name in (one, other))
         if beaten := sum(any(beats(p, q) for p in ours) for q in theirs):
-            what = f"{one} beats {beaten} of {len(theirs)} settings of {other} in distance"
-            what += "" if theirs[0].perplexity is None else " and perplexity"
-            sentences.append(f"{what}, in no more passes.")
+            what = "in distance" + ("" if theirs[0].perplexity is None else " and perplexity")
+            sentences.append(f"{one} beats {beaten} of {len(theirs)} settings of {other} {what}, in no more passes.")
     return sentences
 
 
@@ -167,27 +166,28 @@ def frontier(
             "code_version": code_version(),
         },
     )
-    typer.echo(table.to_text() + "\n")
-    typer.echo("\n".join(sentences))
+    typer.echo("\n".join([table.to_text(), "", *sentences]))
     typer.echo(f"wrote {page}, results.json and frontier.png")
 
 
 def _nearest_table(points: Sequence[Point], ranking: str, floor: Estimate, num: int) -> Table:
     described = {"entropy": "entropy_nats", "beginnings": "distinct_beginnings", "16-grams": "memorised_16_grams"}
-    rows = []
+    rows, parts = [], {point.setting: point.setting.split(", ") for point in points}
+    of_all = [part for part in parts[points[0].setting] if all(part in own for own in parts.values())]
     for (model, passes), point in nearest(points).items():
         seconds = "-" if point.processor_seconds is None else f"{point.processor_seconds:.3g}"
         perplexity = "-" if point.perplexity is None else f"{point.perplexity:.1f}"
         found = map(point.described.get, described.values())  # nothing is memorised where no training rows are known
         shown = ("-" if value is None else f"{value:.3g}" for value in found)
-        distance = str(point.distance)
-        rows.append((model, f"{round(passes, 1):g}", seconds, distance, perplexity, *shown, point.setting))
+        setting = ", ".join(part for part in parts[point.setting] if part not in of_all) or "-"
+        rows.append((model, f"{round(passes, 1):g}", seconds, str(point.distance), perplexity, *shown, setting))
     rows.append(("the text itself", "-", "-", str(floor), *["-"] * (2 + len(described))))
     header = ("model", "passes", "CPU s", ranking, "perplexity", *described, "sampled")
     note = (
         "Passes (a verifier's, where one reads all drafts) and CPU s per sequence. Distance from "
         f"{num} held-out rows [95% jackknife interval over samples]; settings chosen on the other half of the "
-        "samples. Beginnings: share that no earlier sample has. 16-grams: share found in the training rows."
+        "samples. Beginnings: share that no earlier sample has. 16-grams: share found in the training rows. "
+        f"All were sampled with {', '.join(of_all) or 'nothing alike'}."
     )
     return Table("Nearest the text", header, tuple(rows), notes=(note,))
 
