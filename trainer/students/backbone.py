@@ -171,7 +171,8 @@ class BackboneStudent(Student, ABC):
         *(f"backbone.{name}" for name in ("location", "dtype", "num_proposed", "own_noise")),
         *("noise.transform", "noise.prior_weight"),
     )
-    sharded_blocks = ()  # a head's parts are called chunk by chunk, a drafter's within the backbone's own code
+    # A head's parts are called chunk by chunk, a drafter's within the backbone's own code.
+    sharded_blocks = ()  # type: ignore[assignment]
     _attached: FrozenBackbone | None = None
 
     @classmethod
