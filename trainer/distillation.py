@@ -246,8 +246,7 @@ class DistillationMixin:
     ) -> Any:
         """The loss of a batch of :func:`store_rows`, summed and divided as the trainer does it."""
         if "teacher" not in inputs:
-            remedy = "leave with_teacher=False out, or use the plain Trainer"
-            raise UsageError("rows without their teacher", remedy=remedy)
+            raise UsageError("rows without their teacher", remedy="leave with_teacher=False out, or use plain Trainer")
         labels, teacher = inputs.pop("labels"), inputs.pop("teacher")
         outputs = model(**inputs)
         options = {"num_items": num_items_in_batch, "weight": None if model.training else 0.0}

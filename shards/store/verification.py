@@ -110,9 +110,11 @@ def verify(location: str | Path | Location, advance: Progress | None = None) -> 
     """
     place = open_location(location)
     try:
-        manifest = Manifest.from_bytes(place.read(MANIFEST_FILE), f"{place.url}/{MANIFEST_FILE}")
+        data = place.read(MANIFEST_FILE)
     except FileNotFoundError:
         return [Problem(MANIFEST_FILE, "missing", "restore it from a copy: there is no store here")]
+    try:
+        manifest = Manifest.from_bytes(data, f"{place.url}/{MANIFEST_FILE}")
     except GdistillError as error:
         return [Problem(MANIFEST_FILE, str(error), "nothing else was checked")]
     return list(_problems(place, manifest, advance or (lambda _: None)))

@@ -350,8 +350,7 @@ class Trainer:
         self.window = StepWindow(**state.window)  # type: ignore[arg-type]
         self.step = state.step
         if self.step > self.num_steps:
-            got, expected = f"{self.num_steps} steps", f"at least the {self.step} that it has made"
-            remedy = "give another --out to train for less"
+            got, expected, remedy = f"{self.num_steps} steps", f"at least the {self.step} made", "give another --out"
             raise UsageError("the run is longer already", where="training", got=got, expected=expected, remedy=remedy)
 
 

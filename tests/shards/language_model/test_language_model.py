@@ -30,7 +30,7 @@ from shards.console import without_library_bars
 from shards.errors import GdistillError, UsageError
 from shards.language_model import forward, loading
 from shards.language_model.forward import BatchSize, in_batches
-from tests.pipeline.extract_cases import CONTEXT_LENGTH, VOCAB_SIZE, save_teacher, save_tokenizer
+from tests.pipeline.extract_cases import CONTEXT_LENGTH, VOCAB_SIZE, save_teacher, save_tokenizer, scored
 from trainer.sampling.verifier import load_verifier
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
@@ -166,7 +166,7 @@ def test_the_same_model_as_a_decoder_is_a_teacher(tmp_path: Path, dtype: Any) ->
     assert loaded.head is not None and loaded.head.last_hidden is loaded.head.last_logits is None
     rows = torch.tensor([[0, 3, 4]])
     plain = transformers.AutoModelForCausalLM.from_pretrained(folder)(rows).logits[:, :-1]
-    error = (loaded.log_probs(rows) - plain.log_softmax(-1)).abs().max()
+    error = (scored(loaded, rows).log_probs - plain.log_softmax(-1)).abs().max()
     assert float(error) < {"float32": 1e-4, "bfloat16": 0.3}[dtype]
 
 
@@ -246,7 +246,7 @@ def test_what_a_models_own_code_does_to_its_logits_is_told(
         Teacher.load(folder, "bfloat16", "cpu")
     if own is TwiceTheHead:
         loaded = Teacher.load(folder, "float32", "cpu")
-        assert loaded.head is None and loaded.log_probs(torch.tensor([[0, 3]])).dtype == torch.float32
+        assert loaded.head is None and scored(loaded, torch.tensor([[0, 3]])).log_probs.dtype == torch.float32
 
 
 SIZES = {"vocab_size": VOCAB_SIZE, "hidden_size": 16, "num_hidden_layers": 1}
