@@ -46,7 +46,7 @@ def clean_logits(model: Any, rows: Sequence[list[int]], vocab_size: int) -> Iter
     """
     order = sorted(range(len(rows)), key=lambda number: len(rows[number]))
     device = next(model.parameters()).device
-    with progress_bar("certify", len(rows)) as bar:
+    with progress_bar("certify", len(rows), unit="text") as bar:
         for first in range(0, len(order), ROWS_AT_A_TIME):
             group = order[first : first + ROWS_AT_A_TIME]
             ids = side_by_side([rows[n] for n in group], 0)

@@ -80,7 +80,7 @@ def _parse(line: bytes, where: str, kind: str) -> dict[str, Any]:
         except ValueError as error:
             problem, got, cause = "is not JSON", str(error), error
     remedy = "write one JSON object a line, in UTF-8"
-    raise GdistillError(f"a {kind} line {problem}", where=where, got=got, remedy=remedy) from cause
+    raise GdistillError(f"the {kind} line {problem}", where=where, got=got, remedy=remedy) from cause
 
 
 def open_regular(file: Path) -> IO[bytes]:

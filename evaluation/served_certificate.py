@@ -28,14 +28,15 @@ import torch
 import typer
 from jaxtyping import Float
 from torch import Tensor
+from transformers import GenerationConfig
 
 from evaluation.certificate import certify_samples, clean_logits, decide, kept
 from evaluation.samples import read_records
-from shards.atomic import require_writable, write_json_atomic
+from shards.atomic import require_writable, write_bytes_atomic, write_json_atomic
 from shards.errors import GdistillError, UsageError
 from shards.language_model.forward import resolve_device
 from shards.language_model.loading import find_pretrained, load_causal_model
-from shards.noise.murmur3 import engine_gumbels
+from shards.noise.murmur3 import engine_gumbels, wrapped
 from trainer.sampling.noise import TokenRule
 from trainer.students.folder import load_tokenizer
 
@@ -52,12 +53,14 @@ TIES = {"float32": 2e-5, "bfloat16": 0.05}
 ends, are rounding's to decide: an engine computes a pass in other batches than the certificate. By
 the precision that the engine computes in."""
 CHANGES_THE_LAW: Mapping[str, Any] = {
-    **dict.fromkeys(("presence_penalty", "frequency_penalty", "min_p", "min_tokens"), 0),
+    **dict.fromkeys(("presence_penalty", "frequency_penalty", "min_p", "min_tokens", "use_beam_search")),
     "repetition_penalty": 1,
-    **dict.fromkeys(("logit_bias", "bad_words", "response_format", "structured_outputs")),
-    "allowed_token_ids": None,
+    **dict.fromkeys(("logit_bias", "bad_words", "structured_outputs", "allowed_token_ids")),
+    "response_format": {"type": "text"},
 }
-"""Settings that the certificate does not undo, and their harmless values."""
+"""Settings that the certificate does not undo, and their harmless values (besides 0 and nothing)."""
+MODEL_SETS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
+"""Settings that vLLM takes from the model's ``generation_config.json`` where a request leaves them out."""
 
 
 @dataclass(frozen=True)
@@ -293,13 +296,16 @@ def certify_answers(
     return ServedCertificate([found[number] for number in range(len(answers))])
 
 
-def read_answers(file: Path, tokenizer: Any, noise: str | None = None) -> list[Answer]:
+def read_answers(
+    file: Path, tokenizer: Any, noise: str | None = None, defaults: Mapping[str, Any] | None = None
+) -> list[Answer]:
     """Answers that somebody kept: a line each, ``{"request": {...}, "answer": {...}}``.
 
     Args:
         file: JSON lines; the request is the body that was sent, the answer the one that came.
         tokenizer: The model's, for prompts and answers that are given as text alone.
         noise: The stream, where the answers do not name it.
+        defaults: Settings that the server takes where a request leaves them out.
 
     Raises:
         GdistillError: For a line that is no such pair.
@@ -309,7 +315,8 @@ def read_answers(file: Path, tokenizer: Any, noise: str | None = None) -> list[A
     for line, record in read_records(file, "answer"):
         where = f"{file}, line {line}"
         try:
-            found += answers_of(record["request"], record["answer"], where, tokenizer, noise)
+            request = {name: value for name, value in record["request"].items() if value is not None}
+            found += answers_of({**(defaults or {}), **request}, record["answer"], where, tokenizer, noise)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             what, got = "not a kept answer", f"{type(error).__name__}: {error}"
             expected = '{"request": the body sent, "answer": the JSON that came back}'
@@ -329,15 +336,15 @@ def answers_of(
             seed though its stream is known.
     """
     for name, harmless in CHANGES_THE_LAW.items():
-        if request.get(name) not in (None, harmless):
+        if request.get(name) and request[name] != harmless:
             what, got = "the certificate does not undo this setting", request[name]
             expected = "requests with temperature, top_k, top_p and seed alone"
             raise UsageError(what, where=f"{where}, {name}", got=got, expected=expected)
     noise = noise or answer.get("noise")
     if noise is not None and noise not in NOISES:
         raise UsageError("unknown noise", where=where, got=noise, expected=" or ".join(NOISES))
-    request = {name: value for name, value in request.items() if value is not None}
-    seed, num = request.get("seed", answer.get("seed")), int(request.get("n", 1))
+    seed, num = request.get("seed"), int(request.get("n", 1))
+    seed = answer.get("seed") if seed in (None, -1) else seed  # to vLLM both are none
     temperature = float(request.get("temperature", 1.0))
     temperature = max(temperature, LEAST_TEMPERATURE) if temperature else 0.0
     if noise and seed is None and temperature:
@@ -362,9 +369,18 @@ def answers_of(
             temperature=temperature,
             top_k=max(0, int(request.get("top_k", 0))),
             top_p=float(request.get("top_p", 1.0)),
-            seed=None if seed is None else int(seed) + index % num,
+            seed=None if seed is None else wrapped(int(seed) + index % num),
             noise=noise,
         )
+
+
+def defaults_of(folder: Path) -> dict[str, Any]:
+    """What vLLM takes, by itself, for settings that a request leaves out."""
+    try:
+        values = GenerationConfig.from_pretrained(folder, local_files_only=True).to_diff_dict()
+    except OSError:  # there is none
+        return {}
+    return {name: values[name] for name in MODEL_SETS if values.get(name) is not None}
 
 
 def _prompt_ids(prompt: Any, index: int, tokenizer: Any) -> list[int]:
@@ -390,15 +406,17 @@ def ask(url: str, num: int, prompt: str, settings: Mapping[str, Any]) -> Iterato
     Raises:
         GdistillError: When the server does not answer, or with an error.
     """
-    base = url.rstrip("/").removesuffix("/v1") + "/v1"
-    session, first = requests.Session(), int(settings.get("seed") or 0)
+    base, session = url.rstrip("/").removesuffix("/v1") + "/v1", requests.Session()
+    first, step = (settings.get(name) or least for name, least in (("seed", 0), ("n", 1)))
+    if not (isinstance(first, int) and isinstance(step, int)):
+        raise UsageError("not whole numbers", where="--request, seed and n", got=f"{first} and {step}")
     try:
         named = session.get(f"{base}/models", timeout=TIMEOUT_S)
         named.raise_for_status()
         model = named.json()["data"][0]["id"]
         for index in range(num):
             body = {"model": model, "prompt": prompt, "return_token_ids": True, **settings}
-            body["seed"] = first + index
+            body["seed"] = first + index * step
             reply = session.post(f"{base}/completions", json=body, timeout=TIMEOUT_S)
             if reply.status_code != 200:
                 got = f"{reply.status_code} {reply.text[:200]}"
@@ -451,7 +469,7 @@ def certify(
     prompt: Annotated[str, typer.Option(help="Of a URL: what is asked.")] = "Once upon a time",
     request: Annotated[
         str, typer.Option(help="Of a URL: further fields of the request, JSON.")
-    ] = '{"max_tokens": 100, "temperature": 1, "seed": 0}',
+    ] = '{"max_tokens": 100, "temperature": 1, "top_p": 1, "top_k": 0, "repetition_penalty": 1, "seed": 0}',
 ) -> None:
     """Find the noise of each sample again and compare each token with argmax(l + tau xi).
 
@@ -481,10 +499,9 @@ def certify(
         if not isinstance(settings, dict):
             raise UsageError("not a JSON object", where="--request", got=request)
         file = folder / "answers.jsonl"
-        with file.open("w", encoding="utf-8") as lines:
-            for record in ask(source, num, prompt, settings):
-                lines.write(json.dumps(record) + "\n")
-    answers = read_answers(file, tokenizer, noise)
+        lines = [json.dumps(record) + "\n" for record in ask(source, num, prompt, settings)]
+        write_bytes_atomic(file, "".join(lines).encode())
+    answers = read_answers(file, tokenizer, noise, defaults_of(files.folder))
     model = load_causal_model(files, dtype, resolve_device(device), vocab_size=size).network  # type: ignore[arg-type]
     certificate = certify_answers(answers, model, size, TIES[dtype])
     write_json_atomic(folder / "certificate.json", certificate.to_json())

@@ -149,6 +149,11 @@ class EngineKeys(OfPositions):
         return arrivals[:, 0].float()
 
 
+def wrapped(seed: int) -> int:
+    """A seed as int64: the hash reads 64 bits, and a request's last answers may count past 2^63."""
+    return (seed + (1 << 63)) % (1 << 64) - (1 << 63)
+
+
 @lru_cache(maxsize=1 << 14)
 def hashed_seed(seed: int, domain: int) -> int:
     """The hash once it has read a seed, as int32: alike for all of a request's tokens."""

@@ -332,6 +332,22 @@ def test_right_answers_of_a_known_noise_pass_and_one_altered_token_is_found(
     assert "token 11 is" in shown.out and "does not draw from this model" in shown.err
 
 
+def test_what_a_request_leaves_out_is_the_models_own_as_vllm_takes_it(
+    model: Any, teacher: Path, certified: Certified, told: Told
+) -> None:
+    file = teacher / "generation_config.json"
+    before = file.read_text()
+    try:
+        file.write_text('{"temperature": 0.7, "top_k": 3, "top_p": 0.9}')
+        record = served(model, 5, temperature=0.7, top_k=3, top_p=0.9)
+        record["request"] = {"prompt": "x", "seed": 5, "top_p": None}
+        assert certified(record)[0] == 0
+        file.write_text('{"repetition_penalty": 1.05}')
+        assert certified(record)[0] != 0 and "does not undo this setting" in told()
+    finally:
+        file.write_text(before)
+
+
 def test_the_law_passes_right_engines_and_convicts_others(model: Any) -> None:
     """Of 40 right batches 2 fail on average; 8 or more would be one chance in a thousand."""
     size = model.config.vocab_size
@@ -365,8 +381,16 @@ def test_what_an_answer_leaves_out_is_known_from_its_request() -> None:
     for answer in found:
         assert (answer.tokens, answer.temperature, answer.noise) == ([7, 9], 1.0, "murmur3")
         assert (answer.top_k, answer.top_p) == (0, 1.0), "nothing is cut"
-    values: dict[str, Any] = {"logit_bias": {"1": 2.0}, "bad_words": ["x"], "min_tokens": 3}
-    values |= {"response_format": {"type": "text"}, "structured_outputs": {"choice": ["x"]}}
+    for seed, expected in (
+        (-1, [5, 6]),
+        (2**63 - 1, [2**63 - 1, -(2**63)]),
+    ):  # none; past 2^63 as the hash reads it
+        seeds = answers_of({**request, "seed": seed}, {**said, "seed": 5}, "", None)
+        assert [answer.seed for answer in seeds] == expected * 2
+    harmless = {"response_format": {"type": "text"}, "logit_bias": {}, "bad_words": [], "use_beam_search": False}
+    assert list(answers_of({**request, **harmless}, {**said, "seed": 5, "noise": "murmur3"}, "here", None)) == found
+    values: dict[str, Any] = {"logit_bias": {"1": 2.0}, "bad_words": ["x"], "min_tokens": 3, "use_beam_search": True}
+    values |= {"response_format": {"type": "json_object"}, "structured_outputs": {"choice": ["x"]}}
     values |= {"presence_penalty": 0.5, "frequency_penalty": 0.5, "repetition_penalty": 1.1}
     for name, value in {**values, "min_p": 0.1, "allowed_token_ids": [1]}.items():
         with pytest.raises(UsageError, match=rf"does not undo this setting \[here, {name}\]"):
@@ -448,21 +472,23 @@ def test_a_server_is_asked_and_its_answers_are_kept(
     url: str, teacher: Path, tmp_path: Path, certified: Certified, told: Told
 ) -> None:
     into = ("--teacher", teacher, "--out", tmp_path)
-    asked = ("--num", 3, "--request", '{"temperature": 0.9, "seed": 5}', *KNOWN, "--prompt", "Hi")
+    asked = ("--num", 3, "--request", '{"temperature": 0.9, "seed": 5, "n": 2}', *KNOWN, "--prompt", "Hi")
     assert call("gdistill-eval", "certify", f"{url}/v1/", *into, *asked) == 0
     kept = read(tmp_path / "answers.jsonl")
     sent = [record["request"] for record in kept]
-    assert [(one["seed"], one["temperature"], one["prompt"]) for one in sent] == [(n, 0.9, "Hi") for n in (5, 6, 7)]
+    assert [(one["seed"], one["temperature"], one["prompt"]) for one in sent] == [(n, 0.9, "Hi") for n in (5, 7, 9)]
     code, found = certified(*kept)
     assert code == 0 and len(found["answers"]) == 3
     for source, words, said in (
         ("http://127.0.0.1:9", (), "the server does not answer"),
         (url, ("--prompt", "bad"), "the server refuses the request"),
         (url, ("--request", "[1]"), "not a JSON object [--request]"),
+        (url, ("--request", '{"seed": "x"}'), "not whole numbers [--request, seed and n]; got x and 1"),
         (url, ("--dtype", "int3"), "unknown precision [--dtype]; got int3"),
     ):
         assert call("gdistill-eval", "certify", source, *into, *words) != 0
         assert said in told()
+    assert read(tmp_path / "answers.jsonl") == kept, "what failed wrote over no answers"
 
 
 NOT_JUDGED: dict[str, dict[str, Any]] = {

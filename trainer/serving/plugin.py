@@ -29,6 +29,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
+from shards.noise.murmur3 import wrapped
 from trainer.serving.coupling import draw, keep_agreeing
 
 TRIED = ("0.32.0",)
@@ -75,7 +76,7 @@ class KeyedRows(dict[int, torch.Generator]):
 def seed_of(request_id: str, seed: int | None) -> int:
     """A request's seed; without one it is a hash of its name, which is the same on every worker."""
     if seed is not None:
-        return seed
+        return wrapped(seed)
     return int.from_bytes(hashlib.sha256(request_id.encode()).digest()[:8], "little") >> 1
 
 
@@ -151,7 +152,7 @@ def _keyed_rows(runner: Any, drafts: Any) -> KeyedRows:
     """Keys of this step's rows of logits."""
     seeds = _seeds(runner)
     dtype = torch.float64 if runner.sampler.use_fp64_gumbel else torch.float32
-    if drafts is None:  # of each token: a torch call is 0.1% of a small model.s step
+    if drafts is None:  # of each token: a torch call is 0.1% of a small model's step
         return KeyedRows(Keys(seeds, runner.seq_lens[: len(seeds)].long() - 1, dtype), None)
     counts = torch.tensor(drafts.num_draft_tokens) + 1
     positions = runner.positions[drafts.logits_indices.long()]

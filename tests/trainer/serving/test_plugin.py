@@ -120,10 +120,10 @@ def step(engine: SimpleNamespace, seeds: list[int | None], **metadata: Any) -> A
 
 
 def test_tokens_are_drawn_with_the_noise_of_seed_and_position(engine: SimpleNamespace) -> None:
-    runner, logits = step(engine, [3, 4, None]), torch.randn(3, 50)
+    runner, logits = step(engine, [3, 4, None, 2**63]), torch.randn(4, 50)  # the last: of n = 2, seed 2^63 - 1
     found = runner._sample(logits.clone(), None)
-    seeds = torch.tensor([3, 4, plugin.seed_of("c", None)])
-    assert found.tolist() == draw(logits.clone(), seeds, torch.tensor([4, 5, 6])).tolist()
+    seeds = torch.tensor([3, 4, plugin.seed_of("c", None), -(2**63)])
+    assert found.tolist() == draw(logits.clone(), seeds, torch.tensor([4, 5, 6, 7])).tolist()
     assert runner.input_batch.sampling_metadata.generators == {0: "moves on"}
     assert not runner.input_batch.generators, "none is moved on"
     # Row by row, in another order: the same tokens.
