@@ -381,10 +381,7 @@ def test_what_an_answer_leaves_out_is_known_from_its_request() -> None:
     for answer in found:
         assert (answer.tokens, answer.temperature, answer.noise) == ([7, 9], 1.0, "murmur3")
         assert (answer.top_k, answer.top_p) == (0, 1.0), "nothing is cut"
-    for seed, expected in (
-        (-1, [5, 6]),
-        (2**63 - 1, [2**63 - 1, -(2**63)]),
-    ):  # none; past 2^63 as the hash reads it
+    for seed, expected in ((-1, [5, 6]), (2**63 - 1, [2**63 - 1, -(2**63)])):  # none; past 2^63 as the hash reads it
         seeds = answers_of({**request, "seed": seed}, {**said, "seed": 5}, "", None)
         assert [answer.seed for answer in seeds] == expected * 2
     harmless = {"response_format": {"type": "text"}, "logit_bias": {}, "bad_words": [], "use_beam_search": False}
