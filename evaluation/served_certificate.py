@@ -31,7 +31,7 @@ from torch import Tensor
 from transformers import GenerationConfig
 
 from evaluation.certificate import certify_samples, clean_logits, decide, kept
-from evaluation.samples import read_records
+from evaluation.samples import open_regular, read_records
 from shards.atomic import require_writable, write_bytes_atomic, write_json_atomic
 from shards.errors import GdistillError, UsageError
 from shards.language_model.forward import resolve_device
@@ -54,13 +54,11 @@ ends, are rounding's to decide: an engine computes a pass in other batches than 
 the precision that the engine computes in."""
 CHANGES_THE_LAW: Mapping[str, Any] = {
     **dict.fromkeys(("presence_penalty", "frequency_penalty", "min_p", "min_tokens", "use_beam_search")),
-    "repetition_penalty": 1,
     **dict.fromkeys(("logit_bias", "bad_words", "structured_outputs", "allowed_token_ids")),
+    "repetition_penalty": 1,
     "response_format": {"type": "text"},
 }
 """Settings that the certificate does not undo, and their harmless values (besides 0 and nothing)."""
-MODEL_SETS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
-"""Settings that vLLM takes from the model's ``generation_config.json`` where a request leaves them out."""
 
 
 @dataclass(frozen=True)
@@ -375,12 +373,11 @@ def answers_of(
 
 
 def defaults_of(folder: Path) -> dict[str, Any]:
-    """What vLLM takes, by itself, for settings that a request leaves out."""
+    """What vLLM takes where a request leaves it out: the model's ``generation_config.json``."""
     try:
-        values = GenerationConfig.from_pretrained(folder, local_files_only=True).to_diff_dict()
+        return GenerationConfig.from_pretrained(folder, local_files_only=True).to_diff_dict()
     except OSError:  # there is none
         return {}
-    return {name: values[name] for name in MODEL_SETS if values.get(name) is not None}
 
 
 def _prompt_ids(prompt: Any, index: int, tokenizer: Any) -> list[int]:
@@ -394,22 +391,26 @@ def _prompt_ids(prompt: Any, index: int, tokenizer: Any) -> list[int]:
     return prompt if isinstance(prompt, list) else tokenizer(prompt)["input_ids"]
 
 
-def ask(url: str, num: int, prompt: str, settings: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """Ask a server for ``num`` answers, with the seeds from ``settings["seed"]`` on.
+def ask(url: str, num: int, prompt: str, request: str) -> Iterator[dict[str, Any]]:
+    """Ask a server for ``num`` answers, with the seeds from the request's on.
 
     Args:
         url: The server's address, with or without ``/v1``.
         num: Answers.
         prompt: The same for all.
-        settings: Of the request: ``max_tokens``, ``temperature``, ...
+        request: JSON of its other fields: ``max_tokens``, ``temperature``, ...
 
     Raises:
+        UsageError: When the request is none.
         GdistillError: When the server does not answer, or with an error.
     """
     base, session = url.rstrip("/").removesuffix("/v1") + "/v1", requests.Session()
-    first, step = (settings.get(name) or least for name, least in (("seed", 0), ("n", 1)))
-    if not (isinstance(first, int) and isinstance(step, int)):
-        raise UsageError("not whole numbers", where="--request, seed and n", got=f"{first} and {step}")
+    try:
+        settings = json.loads(request)
+        first, step = int(settings.get("seed") or 0), int(settings.get("n") or 1)
+    except (ValueError, TypeError, AttributeError) as error:
+        expected = "a JSON object; seed and n: whole numbers"
+        raise UsageError("no request", where="--request", got=request, expected=expected) from error
     try:
         named = session.get(f"{base}/models", timeout=TIMEOUT_S)
         named.raise_for_status()
@@ -437,10 +438,8 @@ def is_served(source: str) -> bool:
     """Whether a source is a server, or a file of a server's answers."""
     if is_url(source):
         return True
-    if not Path(source).is_file():  # no pipe, which nobody may write
-        return False
     try:
-        with open(source, encoding="utf-8", errors="replace") as lines:
+        with open_regular(Path(source)) as lines:
             first = json.loads(lines.readline())
     except (OSError, ValueError):
         return False
@@ -486,22 +485,14 @@ def certify(
     if dtype not in TIES:
         raise UsageError("unknown precision", where="--dtype", got=dtype, expected=", ".join(TIES))
     files = find_pretrained(teacher, role="teacher", local_files_only=True)
-    tokenizer = load_tokenizer(files.folder)
     size = files.num_logits  # an engine draws from all of them
     folder = out or (Path() if is_url(source) else Path(source).parent)
     require_writable(folder)
-    file = Path(source)
+    file = folder / "answers.jsonl" if is_url(source) else Path(source)
     if is_url(source):
-        try:
-            settings = json.loads(request)
-        except ValueError:
-            settings = None
-        if not isinstance(settings, dict):
-            raise UsageError("not a JSON object", where="--request", got=request)
-        file = folder / "answers.jsonl"
-        lines = [json.dumps(record) + "\n" for record in ask(source, num, prompt, settings)]
+        lines = [json.dumps(record) + "\n" for record in ask(source, num, prompt, request)]
         write_bytes_atomic(file, "".join(lines).encode())
-    answers = read_answers(file, tokenizer, noise, defaults_of(files.folder))
+    answers = read_answers(file, load_tokenizer(files.folder), noise, defaults_of(files.folder))
     model = load_causal_model(files, dtype, resolve_device(device), vocab_size=size).network  # type: ignore[arg-type]
     certificate = certify_answers(answers, model, size, TIES[dtype])
     write_json_atomic(folder / "certificate.json", certificate.to_json())

@@ -480,8 +480,7 @@ def _checked_engine(request: ExtractRequest, tokenizer: PreTrainedTokenizerBase)
     if limit is not None and (length or 0) > limit:
         what, where = "rows are longer than the engine can score", f"row_length, {asked.url}"
         expected = f"at most {limit}: the server's context is {limit + 1}, and it writes a token"
-        remedy = f"--row-length {limit}"
-        raise UsageError(what, where=where, got=length, expected=expected, remedy=remedy)
+        raise UsageError(what, where=where, got=length, expected=expected, remedy=f"--row-length {limit}")
     if not request.settings.has_states:  # they are tried with the teacher
         engine.try_out()
     return engine, request

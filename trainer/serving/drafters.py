@@ -248,8 +248,7 @@ class StudentDrafter:
         self.student = load_student(place)
         size, most = self.student.config.vocab_size, model.get_vocab_size()
         if size > most:
-            what = "the student has more tokens than the target"
-            raise UsageError(what, where=place, got=size, expected=most)
+            raise UsageError("the student has more tokens than the target", where=place, got=size, expected=most)
         require_same_tokenizer(model.model, load_tokenizer(find_model(Path(place))))
         self.drafts = drafts_of(self.student)
         self.needs_hidden = isinstance(self.student, Medusa)

@@ -69,7 +69,6 @@ class KeyedRows(dict[int, torch.Generator]):
     """
 
     def __init__(self, drawn: Keys, drafted: Keys | None) -> None:
-        super().__init__()
         self.drawn, self.drafted = drawn, drafted
 
 
@@ -276,8 +275,7 @@ def _safe_drafts(stock: Any, logger: Any) -> Any:
             drafts = stock(runner, scheduler_output, sampled_token_ids, *rest)
         except Exception as error:
             told = "gdistill: the drafter failed, requests go on without drafts: %s: %s"
-            kind = type(error)
-            logger.warning_once(told, kind.__name__, str(error).split("\n")[0])
+            logger.warning_once(told, type(error).__name__, str(error).split("\n")[0])
             return [[] for _ in sampled_token_ids]
         if not isinstance(drafts, list):
             return drafts

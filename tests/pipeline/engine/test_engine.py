@@ -248,21 +248,14 @@ def test_what_cannot_be_mended_ends_in_one_line(server: EngineServer) -> None:
                 list(engine(url, in_flight=1, max_tries=2).score(ROWS, NAMES))
             assert "\n" not in str(caught.value) and url in str(caught.value)
             assert not server.misdeeds
-
-
-def test_a_server_that_says_nothing_is_given_up(server: EngineServer) -> None:
-    server.misdeeds.append("wait")
-    with server.running() as url, pytest.raises(GdistillError, match=r"not answer.*timed out"):
-        list(engine(url, max_tries=1, timeout_seconds=1.0).score(ROWS[:1], NAMES[:1]))
-
-
-def test_a_model_of_another_name_is_refused_half_way(server: EngineServer) -> None:
-    with server.running() as url:
-        scores = engine(url, in_flight=1).score(ROWS, NAMES)
-        next(scores)
+        server.misdeeds.append("wait")
+        with pytest.raises(GdistillError, match=r"not answer.*timed out"):
+            list(engine(url, max_tries=1, timeout_seconds=1.0).score(ROWS[:1], NAMES[:1]))
+        half_way = engine(url, in_flight=1).score(ROWS, NAMES)
+        next(half_way)
         server.name = "another"
         with pytest.raises(GdistillError, match=r"model changed.*another.*tiny"):
-            list(scores)
+            list(half_way)
 
 
 def test_who_is_asked(server: EngineServer, monkeypatch: Patch) -> None:
