@@ -31,8 +31,8 @@ LAST_TIME = 1e-5
 MOST_STEPS = 1 << 20
 """More steps than any row has tokens; the times of so many still fit in memory."""
 PASSES = f"[1, {MOST_STEPS}]"
-POSITIONS_AT_A_TIME = 8000
-"""Most positions whose log-probabilities are held: 1.6 GB at V = 50,257, and below 2^31 elements up to V = 268,000."""
+POSITIONS_AT_A_TIME, LOG_PROBS_AT_A_TIME = 8000, 8000 * 50_258
+"""Most positions that a pass predicts, and most log-probabilities that it holds: 1.6 GB, and their logits twice."""
 
 
 @dataclass(frozen=True)
@@ -345,7 +345,7 @@ def planned(rows: Rows, steps: Int[Tensor, "m w"], rule: TokenRule | None) -> It
     for number in range(1, int(ranks.max()) + 1 if ranks.numel() else 0):
         row, column = (ranks == number).nonzero(as_tuple=True)
         some, group, sizes = row.unique_consecutive(return_inverse=True, return_counts=True)
-        for part in row_groups(sizes.tolist()):
+        for part in row_groups(sizes.tolist(), rows.student.mask_id + 1):
             here = slice(int(sizes[: part.start].sum()), int(sizes[: part.stop].sum()))
             first = sizes.cumsum(0)[part] - 1  # a place of each row: its step is that of the others
             listed = torch.stack((row[here], rows.columns.start + column[here], group[here] - part.start))
@@ -355,12 +355,13 @@ def planned(rows: Rows, steps: Int[Tensor, "m w"], rule: TokenRule | None) -> It
             yield Pass(rows.active[in_pass], places, Places(where, positions), step, rule)
 
 
-def row_groups(num_positions: Sequence[int]) -> Iterator[slice]:
-    """Consecutive rows with at most ``POSITIONS_AT_A_TIME`` positions in all; at least one row."""
+def row_groups(num_positions: Sequence[int], num_columns: int) -> Iterator[slice]:
+    """Consecutive rows whose log-probabilities, V + 1 columns a position, are held together; at least one row."""
+    most = min(POSITIONS_AT_A_TIME, LOG_PROBS_AT_A_TIME // num_columns)
     start, total = 0, 0
     for row, count in enumerate(num_positions):
         total += count
-        if total > POSITIONS_AT_A_TIME and row > start:
+        if total > most and row > start:
             yield slice(start, row)
             start, total = row, count
     yield slice(start, len(num_positions))

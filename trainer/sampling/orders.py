@@ -139,7 +139,7 @@ def confidence_order(rows: Rows, nfe: int) -> Iterator[ConfidencePass]:
     num_passes = -(-left // each)
     for number in range(1, max(num_passes.tolist(), default=0) + 1):
         running = left.nonzero()[:, 0]
-        for group in row_groups(left[running].tolist()):
+        for group in row_groups(left[running].tolist(), mask_id + 1):
             some = running[group]
             sizes, chosen = left[some], rows.active[placed(some, device)]
             known = (rows.tokens[chosen, rows.columns] != mask_id).to(torch.uint8)

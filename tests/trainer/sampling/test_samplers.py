@@ -82,7 +82,7 @@ def test_promises(case: str, conditioning: str, verifier: str, monkeypatch: pyte
     assert (together.lengths == LENGTH).all()
     assert together.nfe[2] == 0, "nothing to fill, nothing to run"
     with monkeypatch.context() as patch:
-        patch.setattr(fill, "POSITIONS_AT_A_TIME", 7)  # in many groups of rows
+        patch.setattr(fill, "LOG_PROBS_AT_A_TIME", 7 * (student.mask_id + 1))  # in many groups of rows
         grouped = draw(student, sampler, IDS, tokens)
     assert torch.equal(grouped.tokens, together.tokens) and torch.equal(grouped.nfe, together.nfe)
     calls: list[int] = []
@@ -190,11 +190,13 @@ def test_race_goldens_and_uniforms_finer_than_float32(ops: dict[str, Tensor]) ->
 # Orders and steps.
 
 
-@given(st.lists(st.integers(1, 20), min_size=1, max_size=12), st.integers(1, 30))
-def test_groups_cover_the_rows_once_and_keep_to_the_bound(counts: list[int], most: int) -> None:
+@given(st.lists(st.integers(1, 20), min_size=1, max_size=12), st.integers(1, 30), st.integers(1, 30))
+def test_groups_cover_the_rows_once_and_keep_to_the_bounds(counts: list[int], positions: int, held: int) -> None:
+    most = min(positions, held)  # of all log-probabilities too: V + 1 = 9 a position
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(fill, "POSITIONS_AT_A_TIME", most)
-        groups = [counts[group] for group in fill.row_groups(counts)]
+        patch.setattr(fill, "POSITIONS_AT_A_TIME", positions)
+        patch.setattr(fill, "LOG_PROBS_AT_A_TIME", 9 * held)
+        groups = [counts[group] for group in fill.row_groups(counts, 9)]
     assert [count for group in groups for count in group] == counts
     assert all(group and (sum(group) <= most or len(group) == 1) for group in groups)
     pairs = itertools.pairwise(groups)
