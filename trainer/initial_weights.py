@@ -28,6 +28,8 @@ OWN_TYPES = "gdistill-"
 NO_PART_OF_THE_NETWORK = {"_name_or_path", "architectures", "dtype", "transformers_version", "use_cache"}
 TOLERANCE = 1e-4
 """How far logits may lie from the model's own by rounding, as a share of their spread."""
+COMPARED_AT_ONCE = 64
+"""Positions: logits of a whole row are held once, of the model itself."""
 STORE_BUFFERS = {"time_bounds", "conditioner.unigram_log_probs"}
 """Buffers that the run and its store decide, not the model that weights come from."""
 
@@ -312,9 +314,10 @@ def _difference(backbone: DecoderBackbone, model: Any, files: PretrainedFiles, l
     backbone.train(training)
     if backbone.predicts_next:
         hidden, expected = hidden[:, 1:], expected[:, :-1]
-    logits = backbone.output_layer(backbone.output_layer.features(hidden, None))[..., :size]
-    errors = (logits - expected).square().mean(dim=-1)[0].sqrt() / expected.std()
-    return float(errors.max())
+    head, pairs = backbone.output_layer, zip(*(x.split(COMPARED_AT_ONCE, 1) for x in (hidden, expected)), strict=True)
+    found = ((head(head.features(states, None))[..., :size], wanted) for states, wanted in pairs)
+    errors = [(logits - wanted).square().mean(dim=-1).amax() for logits, wanted in found]
+    return float(torch.stack(errors).amax().sqrt() / expected.std())
 
 
 def other_tokens(store: ShardStore, files: PretrainedFiles) -> list[tuple[int, Any, Any]]:

@@ -82,18 +82,17 @@ def validation_perplexity(
     """
     _check(student, data, noise, store)
     nats = np.zeros(len(data.rows))
-    opened = ShardStore.find(store) if noise == "posterior" and store is not None else None
+    make = None
+    if noise == "posterior" and store is not None:
+        make = BatchMaker(ShardStore.find(store), split, seed, student.device, with_noise=True)
     with progress_bar("validation", num_draws * data.rows.size) as bar:
         for draw in range(num_draws):
             # Strata of t, of all rows however many are read at a time; a row has another one in every draw.
             slots = torch.randperm(len(data.rows), generator=generator(seed, "likelihood strata", draw))
             for start in range(0, len(data.rows), batch_size):
                 part = range(start, min(start + batch_size, len(data.rows)))
-                if opened is not None:
-                    make = BatchMaker(opened, split, seed, student.device, with_noise=True)
-                    batch = _stored(make, part, slots, draw)
-                else:
-                    batch = _plain(student, data, part, slots, draw, seed, noise)
+                own = part, slots, draw
+                batch = _stored(make, *own) if make else _plain(student, data, *own, seed, noise)
                 with torch.no_grad():
                     found = student.loss(batch.to(student.device), time_bounds=FULL).row_nlls
                 nats[part.start : part.stop] += found.double().cpu().numpy() / num_draws

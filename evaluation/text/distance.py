@@ -26,6 +26,8 @@ ORDERS, BUCKETS = (1, 2, 3), 2048
 """Of the n-grams that the energy distance counts, and the places that each order is hashed to."""
 NUM_GROUPS = 20
 """Of the jackknife."""
+ROWS_AT_ONCE = 512
+"""Whose distances from all others are held."""
 MEMORISED_ORDER, BEGINNING_TOKENS = 16, 8
 
 Vectors = Float[np.ndarray, "n d"]
@@ -108,24 +110,27 @@ def energy_distance(x: Vectors, y: Float[np.ndarray, "m d"]) -> Estimate:
         UsageError: With fewer than two rows on a side.
     """
     _require_pairs(x, y)
-    across, within, theirs = _distances(x, y), _distances(x, x), _pairs_mean(_distances(y, y))
+    across, within = distance_sums(x, y).sum(1) / len(y), distance_sums(x, x)
+    theirs = distance_sums(y, y).sum() / (len(y) * (len(y) - 1))
 
     def of_some(kept: Int[np.ndarray, "k"]) -> float:
-        return 2 * across[kept].mean() - _pairs_mean(within[np.ix_(kept, kept)]) - theirs
+        pairs = within[np.ix_(kept, np.unique(kept % NUM_GROUPS))].sum() / max(1, len(kept) * (len(kept) - 1))
+        return 2 * across[kept].mean() - pairs - theirs
 
     return jackknife(of_some, len(x))
 
 
-def _pairs_mean(distances: Float[np.ndarray, "n n"]) -> float:
-    return float(distances.sum()) / max(1, len(distances) * (len(distances) - 1))
-
-
-def _distances(x: Vectors, y: Float[np.ndarray, "m d"]) -> Float[np.ndarray, "n m"]:
-    squares = (x**2).sum(1)[:, None] + (y**2).sum(1) - 2 * (x @ y.T)
-    found = np.sqrt(squares.clip(min=0))
-    if x is y:
-        np.fill_diagonal(found, 0.0)
-    return found
+def distance_sums(x: Vectors, y: Float[np.ndarray, "m d"]) -> Float[np.ndarray, "n g"]:
+    """Of each row of x the distances from y, summed over the rows of each group: no [n, m] is held."""
+    groups, found = np.eye(NUM_GROUPS)[np.arange(len(y)) % NUM_GROUPS], []
+    lengths, others = (np.einsum("nd,nd->n", rows, rows) for rows in (x, y))
+    for start in range(0, len(x), ROWS_AT_ONCE):
+        part = slice(start, start + ROWS_AT_ONCE)
+        squares = lengths[part, None] + others - 2 * (x[part] @ y.T)
+        if x is y:
+            np.fill_diagonal(squares[:, part], 0.0)  # not by rounding alone
+        found.append(np.sqrt(squares.clip(min=0)) @ groups)
+    return np.concatenate(found)
 
 
 def typicality_gap(x: Vectors, fitted: Float[np.ndarray, "m d"], typical: Float[np.ndarray, "k d"]) -> Estimate:
@@ -201,7 +206,7 @@ def unigram_entropy_nats(tokens: Sequence[int]) -> float:
 
 def distinct_ngram_share(sequences: Rows, order: int) -> float:
     """Distinct n-grams over all n-grams of all sequences (distinct-n); 0 when there are none."""
-    grams = [gram for tokens in sequences for gram in _ngrams(tokens, order)]
+    grams = [tuple(row[i : i + order]) for row in sequences for i in range(len(row) - order + 1)]
     return len(set(grams)) / len(grams) if grams else 0.0
 
 
@@ -210,12 +215,7 @@ def repetition_share(tokens: Sequence[int], order: int = 4) -> float:
 
     0 for a sequence without an n-gram.
     """
-    grams = _ngrams(tokens, order)
-    return 1 - len(set(grams)) / len(grams) if grams else 0.0
-
-
-def _ngrams(tokens: Sequence[int], order: int) -> list[tuple[int, ...]]:
-    return [tuple(tokens[i : i + order]) for i in range(len(tokens) - order + 1)]
+    return 1 - distinct_ngram_share([tokens], order) if len(tokens) >= order else 0.0
 
 
 def distinct_beginnings(rows: Rows) -> float:
@@ -255,9 +255,7 @@ def entropy_score(sequences: Rows, indices: Sequence[int] | None = None) -> Scor
         settings={"tokens_per_sample": range_text(map(len, sequences))},
         details={
             "pooled_nats": unigram_entropy_nats([t for tokens in sequences for t in tokens]),
-            "distinct_1": distinct_ngram_share(sequences, 1),
-            "distinct_2": distinct_ngram_share(sequences, 2),
-            "distinct_3": distinct_ngram_share(sequences, 3),
+            **{f"distinct_{order}": distinct_ngram_share(sequences, order) for order in ORDERS},
             "repeated_4": float(np.mean([repetition_share(tokens) for tokens in sequences])),
         },
         cautions=("one sample has no spread",) if len(values) == 1 else (),

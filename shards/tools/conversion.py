@@ -95,8 +95,7 @@ def _encode(store: ShardStore, codec: Codec, resources: Mapping[str, Tensor], sh
     """
     manifest, length = store.manifest, store.manifest.row_length
     specs = {**STORE_ARRAYS, **codec.array_specs(manifest.vocab_size, None)}
-    shapes = {name: (shard.num_rows, length, *spec.trailing_shape) for name, spec in specs.items()}
-    result = {name: np.zeros(shapes[name], np.dtype(specs[name].dtype)) for name in specs}
+    result = {n: np.zeros((shard.num_rows, length, *s.trailing_shape), np.dtype(s.dtype)) for n, s in specs.items()}
     for name in STORE_ARRAYS:
         result[name][:] = rows[name]
     step = max(1, POSITIONS_AT_ONCE // (manifest.vocab_size * length))
@@ -106,17 +105,16 @@ def _encode(store: ShardStore, codec: Codec, resources: Mapping[str, Tensor], sh
         posterior = stored_noise(store, shard.split, first_row, here)
         if not isinstance(posterior, KeyedPosterior):
             raise GdistillError("the codec keeps no distribution", where=store.codec.name)
-        probabilities = posterior.probabilities.tile(0, manifest.vocab_size).double()
-        log_probs = (probabilities / probabilities.sum(1, keepdim=True)).log().float()
-        log_probs.scatter_(1, posterior.tokens[:, None], posterior.token_log_probs[:, None])
+        log_probs = torch.empty(posterior.num_positions, manifest.vocab_size)
+        width = max(1, POSITIONS_AT_ONCE // manifest.vocab_size)
+        for some, found in zip(posterior.split(width), log_probs.split(width), strict=True):
+            probabilities = some.probabilities.tile(0, manifest.vocab_size).double()
+            found.copy_((probabilities / probabilities.sum(1, keepdim=True)).log())
+            found.scatter_(1, some.tokens[:, None], some.token_log_probs[:, None])
         shape = (part.stop - part.start, length - 1)
-        output = TeacherOutput(
-            log_probs=log_probs.reshape(*shape, -1),
-            tokens=posterior.tokens.reshape(shape),
-            rows=torch.arange(first_row, first_row + shape[0]),
-        )
-        seed = manifest.noise_seed(shard.split)
-        for name, value in codec.encode(output, seed, resources).items():
+        ids = torch.arange(first_row, first_row + shape[0])
+        output = TeacherOutput(log_probs.reshape(*shape, -1), posterior.tokens.reshape(shape), ids)
+        for name, value in codec.encode(output, manifest.noise_seed(shard.split), resources).items():
             result[name][part, 1:] = value.numpy()
     return result
 

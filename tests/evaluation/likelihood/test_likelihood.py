@@ -25,6 +25,7 @@ from tests.evaluation.kit import evaluate, results, write_tokens
 from tests.trainer.run_cases import write_store
 from tests.trainer.sampling_cases import tiny_student
 from tests.trainer.students.test_drafter import tiny_drafter
+from trainer.objective.batch import BatchMaker
 from trainer.objective.corruption import FULL
 from trainer.sampling.noise import sampling_noise
 from trainer.students.registry import Student
@@ -178,10 +179,13 @@ def test_the_noise_of_the_text_itself_is_named(store: Path, tmp_path: Path, monk
     monkeypatch.setattr(validation, "prior_noise", lambda *of: draws.append(of[-1]) or prior_noise(*of))
     noted = lambda s, b, **how: seen.append(b) or bounds.update(how.values()) or loss(s, b, **how)  # noqa: E731
     monkeypatch.setattr(type(student), "loss", noted)
+    made, maker = list[str](), BatchMaker.__init__
+    monkeypatch.setattr(BatchMaker, "__init__", lambda *of, **how: made.append(of[2]) or maker(*of, **how))
     for noise in ("posterior", "prior"):
         options: Any = {"noise": noise, "store": store, "split": "train", "seed": 3}
         ours, theirs = (validation_perplexity(student, data, batch_size=n, **options).per_sample for n in (3, 8))
         assert ours.numerators == pytest.approx(theirs.numerators, rel=1e-4)
+        assert len(made) == 2 * (noise == "posterior"), "what a store keeps once goes to the device once"
         validation_perplexity(student, data, num_draws=2, **options)
         assert [batch.epoch for batch in seen[-2:]] == [0, 1] and draws[-2:] in ([], [0, 1])
         first, second = (batch.slots.tolist() for batch in seen[-2:])
@@ -192,6 +196,7 @@ def test_the_noise_of_the_text_itself_is_named(store: Path, tmp_path: Path, monk
         assert np.array_equal(seen[-1].tokens, other.rows) and bounds == {FULL}, "not the student's own clips"
         assert seen[-1].slots.tolist() not in (first, second), "and for every seed"
         seen.clear()
+        made.clear()
     student.save_pretrained(tmp_path / "model")
     words = ("--split", "train", "--rows", 8, "--draws", 2, "--seed", 3, "--out", tmp_path, "--batch-size", 3)
     shown = evaluate("perplexity", tmp_path / "model", store, store.parent, *words)  # a store, and its run

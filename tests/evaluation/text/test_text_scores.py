@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import shutil
+import tracemalloc
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -163,7 +164,8 @@ def test_frechet_by_hand_and_as_scipy() -> None:
     assert distance.frechet_distance(wide, wide) == pytest.approx(0.0, abs=1e-3)
 
 
-def test_energy_by_hand_and_as_scipy() -> None:
+def test_energy_by_hand_and_as_scipy_and_never_all_distances_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(distance, "ROWS_AT_ONCE", 7)
     # E|X - Y| = 2, E|X - X'| = 2 over distinct pairs, E|Y - Y'| = 4.
     x, y = np.array([[0.0], [2.0]]), np.array([[0.0], [4.0]])
     assert distance.energy_distance(x, y).value == pytest.approx(2 * 2 - 2 - 4)
@@ -173,8 +175,10 @@ def test_energy_by_hand_and_as_scipy() -> None:
     within = [np.abs(rows - rows.T).mean() for rows in (x, y)]
     # scipy keeps pairs of a row with itself and takes the root of half; both are put back.
     unbiased = scipy_energy(x[:, 0], y[:, 0]) ** 2 - within[0] / (n - 1) - within[1] / (m - 1)
-    found = distance.energy_distance(x, y)
-    assert found.value == pytest.approx(unbiased, rel=1e-6)
+    tracemalloc.start()
+    found, (_, most) = distance.energy_distance(x, y), tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert found.value == pytest.approx(unbiased, rel=1e-6) and most < x.itemsize * n * n / 2
     # From the rows themselves.
     again = distance.jackknife(lambda kept: distance.energy_distance(x[kept], y).value, n)
     assert (found.low, found.high) == pytest.approx((again.low, again.high), rel=1e-6)

@@ -24,11 +24,12 @@ from tests.commands import call
 from tests.trainer.backbone_cases import SHAPES, VOCAB, tiny_config, write_backbone
 from tests.trainer.run_cases import LENGTH, first_batch, tiny_run, write_store
 from tests.trainer.students.student_cases import row_noise
+from trainer import initial_weights
 from trainer.initial_weights import find_source, network_settings
 from trainer.loading import load_student
 from trainer.students.backbone import attention_window
 from trainer.students.configuration import NoiseSettings
-from trainer.students.decoder import DecoderBackbone
+from trainer.students.decoder import DecoderBackbone, PlainHead
 from trainer.students.dit import causal_attention, full_attention
 from trainer.students.folder import read_model, weights_sha256
 from trainer.students.registry import MDLM, STUDENTS, Student
@@ -358,9 +359,16 @@ def random_model(config: Any, folder: Path) -> Path:
 
 
 @pytest.mark.parametrize(("config", "expected"), LIMITS, ids=lambda value: str(value)[:12])
-def test_which_models_fit(store: Path, tmp_path: Path, config: Any, expected: str) -> None:
+def test_which_models_fit(
+    store: Path, tmp_path: Path, config: Any, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is tried holds the student's logits of a few positions of a row."""
+    shapes, project = [], PlainHead.features
+    monkeypatch.setattr(initial_weights, "COMPARED_AT_ONCE", 3)
+    monkeypatch.setattr(PlainHead, "features", lambda own, x, _: shapes.append(x.shape[1]) or project(own, x, _))
     with nullcontext() if expected == FITS else pytest.raises(UsageError, match=expected):
         student_from(random_model(config, tmp_path), store)
+    assert shapes == ([3, 3, 1] if expected == FITS or "spread" in expected else [])
 
 
 def tokenizer_of(first: str, size: int = VOCAB) -> PreTrainedTokenizerFast:
