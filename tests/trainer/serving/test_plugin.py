@@ -324,6 +324,19 @@ def test_a_loop_of_few_logarithms_draws_the_same(monkeypatch: pytest.MonkeyPatch
     draw(logits, seeds, rows, torch.float64)  # is not for the kernel
 
 
+def test_draws_follow_the_law() -> None:
+    logits = torch.tensor([2.0, 1.0, 0.0, -1.0]).expand(20_000, 4)
+    found = draw(logits, torch.arange(20_000), torch.full((20_000,), 5))
+    share = torch.bincount(found, minlength=4) / 20_000
+    expected = logits[0].softmax(dim=-1)
+    deviation = (expected * (1 - expected) / 20_000).sqrt()
+    assert bool(((share - expected).abs() < 4.5 * deviation).all())
+    rows = torch.arange(40)
+    greedy = draw(logits[:40].clone(), rows, rows, is_greedy=rows % 2 == 0)
+    assert not greedy[::2].any() and torch.equal(greedy[1::2], draw(logits[1:40:2].clone(), rows[1::2], rows[1::2]))
+    assert greedy.any(), "the others take noise"
+
+
 # Requests without a seed get one, and answers say it.
 
 SAID = (b'{"choices": [', b'{"text": "x"}]}')
