@@ -182,6 +182,8 @@ def test_energy_by_hand_and_as_scipy_and_never_all_distances_at_once(monkeypatch
     # From the rows themselves.
     again = distance.jackknife(lambda kept: distance.energy_distance(x[kept], y).value, n)
     assert (found.low, found.high) == pytest.approx((again.low, again.high), rel=1e-6)
+    far = generator.normal(size=(9, 65)) * 1e6  # a row and itself, of large numbers: nothing, and not their rounding
+    assert not distance.distance_sums(far, far).diagonal().any()
 
 
 def test_gradient_moment_by_hand() -> None:
