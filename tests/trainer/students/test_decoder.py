@@ -371,6 +371,18 @@ def test_which_models_fit(
     assert shapes == ([3, 3, 1] if expected == FITS or "spread" in expected else [])
 
 
+def test_logits_that_are_others_at_one_position_are_seen(
+    store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The worst position counts, wherever it lies in the parts that are compared."""
+    project = PlainHead.features
+    factor = torch.tensor([1.0, 1.1, 1.0])[:, None]
+    monkeypatch.setattr(initial_weights, "COMPARED_AT_ONCE", 3)
+    monkeypatch.setattr(PlainHead, "features", lambda own, x, _: project(own, x, _) * (factor if len(x[0]) == 3 else 1))
+    with pytest.raises(UsageError, match=r"differ by .* of their spread"):
+        student_from(random_model(windowed(LENGTH), tmp_path), store)
+
+
 def tokenizer_of(first: str, size: int = VOCAB) -> PreTrainedTokenizerFast:
     ids = {first: 0, **{f"w{i}": i for i in range(1, size)}}
     return PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel(ids, first)))
