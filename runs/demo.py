@@ -175,20 +175,28 @@ def walked(maze: Any, words: Sequence[str]) -> tuple[list[Any], int | None]:
 
 def write_page(found: dict[str, Any], path: Path) -> None:
     """The page on which the samples settle, pass by pass."""
+    import torch
+
     from evaluation import passes
+    from evaluation.maze import teacher_decode
+    from trainer.sampling.noise import sampling_noise
     from trainer.sampling.registry import make_sampler
 
     task = found["task"]
     read = partial(passes.read_moves, task.maze, task.words)
     columns = []
     for name, student in found["students"].items():
-        samplers = {}
+        samples = {}
         for nfe in NFE:
             settings = {**SAMPLING[name], "nfe": nfe}
-            samplers[str(nfe)] = make_sampler(settings.pop("sampler"), **settings)
-        columns.append(passes.column_of(name, student, samplers, NUM_SHOWN, SAMPLE_SEED, read))
-    first = task.words.index("<bos>")
-    columns.append(passes.teacher_column(task.teacher, first, task.row_length, NUM_SHOWN, SAMPLE_SEED, read))
+            sampler = make_sampler(settings.pop("sampler"), **settings)
+            drawn = (passes.settle(student, sampler, number, SAMPLE_SEED) for number in range(NUM_SHOWN))
+            samples[str(nfe)] = [read(*one) for one in drawn]
+        columns.append(passes.Column(name, "noise" if student.is_conditioned else "plain", samples))
+    length, begun = task.row_length, torch.full((NUM_SHOWN,), task.words.index("<bos>"))
+    noise = sampling_noise(SAMPLE_SEED, torch.arange(NUM_SHOWN), length, task.teacher.config.vocab_size)
+    rows = teacher_decode(task.teacher, begun, noise, length)
+    columns.append(passes.Column("teacher", "teacher", {"own": [read(row, [*range(length)]) for row in rows]}))
     passes.write_page(
         path,
         columns,
