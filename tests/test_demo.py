@@ -1,4 +1,4 @@
-"""The demo's picture, table and sentence say what the samples are; README's test runs the demo."""
+"""The demo's picture, table and sentence say what the samples are."""
 
 from __future__ import annotations
 
